@@ -1,0 +1,235 @@
+"""Proof that sampler and trainer compute the same bits, and the search for the first place where they do not.
+
+Every tensor that leaves an operator is recorded twice, once by the engine with forced tokens and once by the training
+forward, and compared row by row as bytes. Names come in the order of the forward, so the first that differs is where a
+mismatch arose. `jetrl check` runs this without training; a run that finds a mismatch runs it on the sequence concerned.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.model.context import PackedContext
+from jetrl.model.transformer import Trace, Transformer
+from jetrl.rl.seeds import sample_seed
+from jetrl.rl.types import Request, Rollout
+from jetrl.rollout.engine import Engine, EngineLimits
+
+
+@dataclass(slots=True, frozen=True)
+class Difference:
+    """The first row of the first operator that differs."""
+
+    operator: str
+    sequence: int
+    position: int
+    element: int
+    first: str  # the element on each side, with its bytes
+    second: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operator}, sequence {self.sequence}, token position {self.position}, element {self.element}: "
+            f"{self.first} against {self.second}"
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class CheckResult:
+    """One comparison."""
+
+    name: str
+    rows: int  # token rows compared
+    tensors: int
+    differing: int  # rows, over all tensors, that differ in any bit
+    first: Difference | None
+
+
+class Recording:
+    """Rows of every operator's output, by sequence and position."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self._starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        self._places = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
+        self.tensors: dict[str, Tensor] = {}
+        self.seen = torch.zeros(sum(lengths), dtype=torch.bool)
+
+    def rows(self, rows: list[tuple[int, int]]) -> Trace:
+        """A recorder for a forward whose row r is (sequence, position) rows[r]."""
+        index = torch.tensor([self._starts[s] + p for s, p in rows])
+        self.seen[index] = True
+
+        def record(name: str, tensor: Tensor) -> None:
+            flat = tensor.detach().reshape(len(rows), -1)
+            if name not in self.tensors:
+                self.tensors[name] = torch.zeros(len(self.seen), flat.shape[1], dtype=flat.dtype)
+            self.tensors[name][index] = flat
+
+        return record
+
+    def compare(self, other: Recording, name: str) -> CheckResult:
+        """Compare the rows that both recorded, as bytes. Both must cover the same sequences."""
+        assert self.lengths == other.lengths and self.tensors.keys() == other.tensors.keys()
+        both = self.seen & other.seen
+        differing, first = 0, None
+        for operator, tensor in self.tensors.items():
+            unequal = _bits(tensor) != _bits(other.tensors[operator])
+            rows = unequal.any(1) & both
+            differing += int(rows.sum())
+            if first is None and rows.any():
+                row = int(rows.nonzero()[0])
+                element = int(unequal[row].nonzero()[0])
+                sides = [_describe(t[row, element]) for t in (tensor, other.tensors[operator])]
+                first = Difference(operator, *self._places[row], element, *sides)
+        return CheckResult(name, int(both.sum()), len(self.tensors), differing, first)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def _describe(value: Tensor) -> str:
+    width = 4 if value.dtype == torch.bfloat16 else 8
+    return f"{float(value):.9g} (0x{int(_bits(value.reshape(1))) & (16**width - 1):0{width}x})"
+
+
+def trainer_recording(model: Transformer, sequences: Sequence[Sequence[int]]) -> tuple[Recording, Tensor]:
+    """The training forward, gradients on, of packed token sequences; with it the hidden states [T, H]."""
+    lengths = [len(s) for s in sequences]
+    recording = Recording(lengths)
+    tokens = torch.tensor([t for s in sequences for t in s])
+    with torch.enable_grad():
+        hidden = model.forward(tokens, PackedContext.of(lengths), recording.rows(recording._places))
+    return recording, hidden.detach()
+
+
+def engine_recording(
+    model: Transformer,
+    sequences: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    limits: EngineLimits,
+    temperature: float,
+) -> tuple[Recording, list[list[float]]]:
+    """The engine, forced to follow sequences from prompts of the given lengths; with it each completion's logprobs."""
+    requests = [Request(list(s[:p]), [0], len(s) - p, [list(s[p:])]) for s, p in zip(sequences, prompts, strict=True)]
+    recording = Recording([len(s) for s in sequences])
+    completions = Engine(model, limits, ()).generate(requests, temperature, trace=recording.rows)
+    return recording, [c.logprobs for (c,) in completions]
+
+
+def _limits(sequences: Sequence[Sequence[int]], batch_tokens: int, blocks: float) -> EngineLimits:
+    """Limits with room for all sequences (blocks = 1) or, to force preemption, for a part of them."""
+    size = 16
+    needed = [-(-len(s) // size) for s in sequences]
+    total = max(max(needed), int(sum(needed) * blocks))
+    return EngineLimits(len(sequences), batch_tokens, total * size, size)
+
+
+def _logprob_result(name: str, model: Transformer, hidden: Tensor, case: _Case, logprobs: list[list[float]]) -> CheckResult:
+    """Compare the engine's log-probabilities with the trainer's on the same tokens."""
+    parts = hidden.split([len(s) for s in case.sequences])
+    rows = differing = 0
+    first = None
+    for i, (sequence, prompt) in enumerate(zip(case.sequences, case.prompts, strict=True)):
+        mine, _ = model.chosen_logprobs(parts[i][prompt - 1 : -1], torch.tensor(sequence[prompt:]), case.temperature)
+        theirs = torch.tensor(logprobs[i], dtype=torch.float32)
+        unequal = (_bits(mine.detach()) != _bits(theirs)).nonzero()
+        rows, differing = rows + len(theirs), differing + len(unequal)
+        if len(unequal) and first is None:
+            at = int(unequal[0])
+            first = Difference("logprob", i, prompt + at, 0, _describe(mine.detach()[at]), _describe(theirs[at]))
+    return CheckResult(name, rows, 1, differing, first)
+
+
+@dataclass(slots=True, frozen=True)
+class _Case:
+    sequences: list[list[int]]
+    prompts: list[int]
+    temperature: float
+
+
+def _random_case(model: Transformer, tokens: int, seed: int, temperature: float) -> _Case:
+    """Random sequences, lengths odd and even, below and above 128 where the model and `tokens` allow it."""
+    rng = random.Random(seed)
+    longest = min(model.config.max_position_embeddings, max(2, tokens // 3))
+    lengths = sorted({2, min(17, longest), min(64, longest), min(129, longest), longest})
+    sequences = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
+    return _Case(sequences, [rng.randint(1, max(1, len(s) // 2)) for s in sequences], temperature)
+
+
+def check_model(model: Transformer, tokens: int = 512, seed: int = 0, temperature: float = 0.7) -> list[CheckResult]:
+    """Compare engine and trainer on random sequences of about `tokens` tokens in all; one result a claim.
+
+    Batch invariance: packed, alone and shuffled agree. Prefill (whole and in odd chunks) and decode agree with training,
+    also when sequences are preempted and computed anew. Log-probabilities of forced and of sampled tokens agree.
+    """
+    case = _random_case(model, tokens, seed, temperature)
+    reference, hidden = trainer_recording(model, case.sequences)
+    results = [_batch_invariance(model, case, reference)]
+    whole = [len(s) - 1 for s in case.sequences]
+    for name, prompts, batch, blocks in (
+        ("engine prefill = trainer forward", whole, 1 << 20, 1.0),
+        ("chunked prefill = trainer forward", whole, 37, 1.0),
+        ("decode = trainer forward", case.prompts, 1 << 20, 1.0),
+        ("decode with preemption = trainer forward", case.prompts, 61, 0.5),
+    ):
+        limits = _limits(case.sequences, batch, blocks)
+        recording, logprobs = engine_recording(model, case.sequences, prompts, limits, temperature)
+        results.append(reference.compare(recording, name))
+        forced = _Case(case.sequences, prompts, temperature)
+        results.append(_logprob_result(name.replace("trainer forward", "trainer logprob"), model, hidden, forced, logprobs))
+    results.append(_sampled(model, case))
+    return results
+
+
+def _batch_invariance(model: Transformer, case: _Case, reference: Recording) -> CheckResult:
+    """Each sequence alone against all packed."""
+    alone = Recording(reference.lengths)
+    for i, sequence in enumerate(case.sequences):
+        with torch.no_grad():
+            context = PackedContext.of([len(sequence)])
+            model.forward(torch.tensor(sequence), context, alone.rows([(i, p) for p in range(len(sequence))]))
+    return reference.compare(alone, "batch invariance: packed = alone")
+
+
+def _sampled(model: Transformer, case: _Case) -> CheckResult:
+    """Sample from the prompts in a group of two, and score what came out with the training forward."""
+    length = max(1, min(32, model.config.max_position_embeddings - max(case.prompts)))
+    requests = [
+        Request(s[:p], [sample_seed(0, 0, i, j) for j in range(2)], length)
+        for i, (s, p) in enumerate(zip(case.sequences, case.prompts, strict=True))
+    ]
+    limits = EngineLimits(len(requests) * 2, 64, (max(case.prompts) + length + 16) * len(requests) * 2, 16)
+    completions = Engine(model, limits, model.config.eos_token_ids).generate(requests, case.temperature)
+    pairs = [(r.prompt, c) for r, group in zip(requests, completions, strict=True) for c in group]
+    sampled = _Case([p + c.token_ids for p, c in pairs], [len(p) for p, _ in pairs], case.temperature)
+    _, hidden = trainer_recording(model, sampled.sequences)
+    return _logprob_result("sampled logprob = trainer logprob", model, hidden, sampled, [c.logprobs for _, c in pairs])
+
+
+def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, token: int, temperature: float) -> str:
+    """Where the mismatch of completion token `token` arose: replay the rollout on both sides and compare."""
+    prompt, completion = rollout.prompt.token_ids, rollout.completion
+    sequence = prompt + completion.token_ids
+    case = _Case([sequence], [len(prompt)], temperature)
+    reference, hidden = trainer_recording(model, case.sequences)
+    recording, logprobs = engine_recording(
+        engine_model, case.sequences, case.prompts, _limits([sequence], 1 << 20, 1.0), temperature
+    )
+    found = reference.compare(recording, "replay")
+    head = f"problem {rollout.prompt.problem.id}, completion token {token} (position {len(prompt) + token}): "
+    if found.first is not None:
+        return head + f"first difference, trainer against engine: {found.first}"
+    scored = _logprob_result("replay", model, hidden, case, logprobs)
+    if scored.first is not None:
+        return head + f"hidden states agree; first difference, trainer against engine: {scored.first}"
+    return head + (
+        "a replay of this rollout agrees to the bit, so engine and trainer compute the same now. Then the weights, the tokens or "
+        "the recorded log-probabilities changed between rollout and training."
+    )

@@ -1,0 +1,261 @@
+"""The `jetrl` command. Heavy imports live inside the commands, so `jetrl --help` and bad input answer at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from jetrl.config import FlowName, load_config
+
+if TYPE_CHECKING:
+    from jetrl.run import Setup
+
+app = typer.Typer(
+    name="jetrl",
+    help="Reinforcement learning of language models in one FP8 precision flow, exact to the bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+ConfigFile = Annotated[Path, typer.Argument(help="a YAML file, for instance configs/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: flow=bf16 optimizer.lr=1e-5")]
+ModelName = Annotated[str, typer.Argument(help="`demo`, `smollm2`, a Hugging Face model folder, or a hub id")]
+FlowOption = Annotated[FlowName, typer.Option(help="precision flow")]
+
+
+def _table(title: str, rows: list[tuple[str, Any]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="go on from the last checkpoint in `folder`")] = False,
+    dry_run: Annotated[bool, typer.Option(help="check everything and print the derived numbers, then stop")] = False,
+) -> None:
+    """Train a model as a configuration says."""
+    settings = load_config(config, overrides)
+    if resume and settings.folder is None:
+        raise ValueError("--resume needs to know the run: add folder=RUN_FOLDER, the folder to go on in")
+    from jetrl.run import run_training, setup
+
+    if dry_run:
+        s = setup(settings)
+        s.task.close()
+        _show_plan(s)
+        return
+    run_training(settings, resume)
+
+
+def _show_plan(s: Setup) -> None:
+    from jetrl.plan import memory_plan, parameter_count
+
+    b, config = s.batches, s.config
+    _table(
+        "What will run",
+        [
+            ("model", f"{s.source} ({s.model.family}, {parameter_count(s.model) / 1e6:,.1f} M parameters)"),
+            (
+                "flow",
+                f"{s.flow.name}: " + ("exact" if s.flow.exact else "a known mismatch between rollout and training"),
+            ),
+            ("task", f"{s.task.name}: {len(s.prompts)} prompts, {len(s.held_out)} held out"),
+            ("steps", f"{config.steps}, with {b.updates} optimizer steps"),
+            (
+                "completions of a step",
+                f"{config.rollout.prompts_per_step} x {config.rollout.group_size} = {b.completions}",
+            ),
+            ("completions of an optimizer step", f"{b.per_update} in at most {b.microbatches} microbatches"),
+            ("longest sequence", f"{b.longest} tokens"),
+            ("running together", b.limits.max_sequences),
+            ("KV cache", f"{b.limits.cache_tokens} tokens in blocks of {b.limits.block_size}"),
+            *[("note", note) for note in s.notes],
+        ],
+    )
+    plan = memory_plan(config, s.model, b)
+    total = sum(gb for _, gb in plan)
+    _table("Memory on a CPU", [(name, f"{gb:8.2f} GB") for name, gb in [*plan, ("together, plus about 0.6 GB", total)]])
+
+
+@app.command()
+def evaluate(
+    model: ModelName,
+    config: Annotated[Path, typer.Option(help="the configuration whose task, limits and eval settings are used")],
+    overrides: Overrides = None,
+) -> None:
+    """Measure avg@k and pass@k of a model on the held-out prompts of a configuration's task."""
+    settings = load_config(config, [*(overrides or []), f"model={model}"])
+    from jetrl.evaluate import evaluate_model
+
+    values = evaluate_model(settings)
+    _table(f"{model} on {settings.task.name}", [(k, f"{v:.4g}") for k, v in values.items()])
+
+
+@app.command()
+def generate(
+    model: ModelName,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="a prompt; may be given several times")] = None,
+    file: Annotated[Path | None, typer.Option(help="prompts: one a line, or JSONL with a `prompt`")] = None,
+    out: Annotated[Path | None, typer.Option(help="write JSONL with tokens and log-probabilities here")] = None,
+    flow: FlowOption = "fp8",
+    chat: Annotated[bool, typer.Option(help="put each prompt into the chat template")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Complete prompts, with the log-probability of each token."""
+    from jetrl.evaluate import generate_texts, read_prompts
+
+    prompts = [*(prompt or []), *(read_prompts(file) if file else [])]
+    if not prompts:
+        raise ValueError("no prompts: give --prompt TEXT or --file FILE")
+    rows, speed = generate_texts(model, flow, prompts, chat, samples, max_tokens, temperature, seed, console)
+    if out:
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        console.print(f"{len(rows)} completions in {out}, {speed:,.0f} tokens/s")
+        return
+    for row in rows:
+        console.print(row["prompt"], style="dim", end="", markup=False, highlight=False)
+        console.print(row["completion"], markup=False, highlight=False)
+    console.print(f"{speed:,.0f} tokens/s", style="dim")
+
+
+@app.command()
+def check(
+    model: ModelName,
+    flow: FlowOption = "fp8",
+    tokens: Annotated[int, typer.Option(min=8, help="about so many random tokens in all")] = 512,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Prove that engine and trainer agree to the bit, operator by operator; exit status 1 if they do not."""
+    from jetrl.check import check_model
+    from jetrl.flow import build_flow
+    from jetrl.model.checkpoint import load_weights
+    from jetrl.model.config import read_config
+    from jetrl.model.sources import resolve_model
+    from jetrl.model.transformer import Transformer
+
+    source = resolve_model(model)
+    config = read_config(source)
+    flow_graph = build_flow(flow, config)
+    if not flow_graph.exact:
+        raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
+    transformer = Transformer(config, flow_graph.trainer_layers(config))
+    transformer.load(load_weights(source, config))
+    results = check_model(transformer, tokens, seed)
+    table = Table(title=f"{source.name}, flow {flow}", title_justify="left")
+    for column, justify in (("claim", "left"), ("rows", "right"), ("tensors", "right"), ("differing rows", "right")):
+        table.add_column(column, justify=justify)
+    for r in results:
+        style = "green" if r.differing == 0 else "bold red"
+        table.add_row(r.name, str(r.rows), str(r.tensors), f"[{style}]{r.differing}[/]")
+    console.print(table)
+    for r in results:
+        if r.first is not None:
+            console.print(f"{r.name}: first difference in {r.first}", style="red")
+    if any(r.differing for r in results):
+        raise typer.Exit(1)
+    console.print("zero differing bits", style="green")
+
+
+@app.command()
+def flow(
+    name: Annotated[FlowName, typer.Argument(help="fp8, bf16 or fp8_rollout")] = "fp8",
+    model: Annotated[str | None, typer.Option(help="a model, for its biases and head norms")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the flow into this file")] = None,
+) -> None:
+    """Print a precision flow as a table, and draw it."""
+    from jetrl.flow import FLOW_COLUMNS, build_flow, draw_flow, flow_differences, flow_table
+    from jetrl.model.config import read_config
+    from jetrl.model.sources import resolve_model
+
+    graph = build_flow(name, read_config(resolve_model(model)) if model else None)
+    table = Table(title=f"flow {name}", title_justify="left")
+    for column in FLOW_COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in flow_table(graph):
+        table.add_row(*row)
+    console.print(table)
+    for difference in flow_differences(graph):
+        console.print(f"rollout is not a subgraph of training: {difference}", style="yellow", markup=False)
+    console.print("exact: rollout is a subgraph of the training forward" if graph.exact else "not exact", style="bold")
+    if svg:
+        svg.write_text(draw_flow(graph))
+        console.print(f"drawn in {svg}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders; several are overlaid")],
+    out: Annotated[Path | None, typer.Option(help="the page; default: report.html in the first run folder")] = None,
+) -> None:
+    """Write one self-contained HTML page about one or several runs."""
+    from jetrl.report.page import write_report
+
+    path = write_report(runs, out or runs[0] / "report.html")
+    console.print(f"report: {path}")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="a configuration, for its plan of batches and memory")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Say what this machine has, what will run where, and what a configuration needs."""
+    from jetrl.doctor import machine, packages, where_things_run
+
+    _table("Machine", machine())
+    _table("Packages", packages())
+    _table("What runs where", where_things_run())
+    if config:
+        from jetrl.run import setup
+
+        s = setup(load_config(config, overrides))
+        s.task.close()
+        _show_plan(s)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2")],
+    out: Annotated[Path | None, typer.Option(help="folder; default: the cache, where `model: smollm2` finds it")] = None,
+) -> None:
+    """Fetch and convert a small real model: SmolLM2-135M-Instruct, 93 MB."""
+    if name != "smollm2":
+        raise ValueError(f"{name!r} cannot be fetched; known: smollm2. For others give a folder or a hub id as the model.")
+    from jetrl.model.smollm2 import fetch_smollm2
+
+    fetch_smollm2(out, console.print)
+
+
+app.command("eval")(evaluate)
+app.registered_commands = [c for c in app.registered_commands if c.callback is not evaluate or c.name == "eval"]
+
+
+def main() -> None:
+    """Entry point: a ValueError is the user's to mend and is shown without a traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=Console(stderr=True))])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from jetrl.loop import MismatchError
+
+    try:
+        app()
+    except (ValueError, MismatchError) as error:
+        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        raise SystemExit(2 if isinstance(error, ValueError) else 3) from None

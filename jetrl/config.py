@@ -1,0 +1,200 @@
+"""The whole configuration of a run: typed, small, and checked before anything is loaded.
+
+A run is described by one YAML file plus `key=value` overrides. Unknown keys are refused with the nearest known name, so
+a typo never becomes a silently ignored option. The resolved configuration is saved in the run folder. This module
+imports no torch: `jetrl --help`, editors and launchers can load it in milliseconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+FlowName = Literal["fp8", "bf16", "fp8_rollout"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class TaskConfig(_Section):
+    """What is asked and how an answer is judged."""
+
+    name: str = Field("arithmetic", description="arithmetic, countdown, math, reasoning_gym:NAME or path.py:function")
+    data: str | None = Field(None, description="training problems: JSONL, parquet, or a Hugging Face dataset name")
+    eval_data: str | None = Field(None, description="held-out problems; default: a disjoint part of `data`")
+    template: Literal["raw", "chat"] = Field("raw", description="plain text, or the tokenizer's chat template")
+    shots: int = Field(0, ge=0, le=64, description="worked examples put before each prompt")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the task itself")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out and counted")
+
+
+class RolloutConfig(_Section):
+    """How completions are sampled, and what the engine may hold at once."""
+
+    prompts_per_step: int = Field(16, ge=1)
+    group_size: int = Field(8, ge=1, description="completions per prompt")
+    max_completion_tokens: int = Field(256, ge=1)
+    temperature: float = Field(1.0, gt=0.0)
+    max_sequences: int = Field(256, ge=1, description="sequences decoded together")
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one engine step, prefill chunks included")
+    cache_tokens: int | None = Field(None, ge=1, description="KV cache size; default: all running sequences at full length")
+    block_size: int = Field(16, ge=1, description="tokens of one KV cache block")
+
+
+class AlgorithmConfig(_Section):
+    """GRPO and its options. The defaults are DAPO's: token-mean loss, a wider upper clip, no KL."""
+
+    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="dr_grpo: no division by the group's deviation")
+    loss: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field("token_mean", description="how token losses are averaged")
+    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
+    clip_high: float = Field(0.28, ge=0.0)
+    kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the initial model")
+    importance_cap: float | None = Field(None, gt=0.0, description="truncated importance sampling; only in flow fp8_rollout")
+    updates_per_step: int = Field(1, ge=1, description="optimizer steps on each batch of rollouts")
+    mask_truncated: bool = Field(False, description="take completions that hit the length limit out of the loss")
+
+
+class OptimizerConfig(_Section):
+    """AdamW on FP32 masters."""
+
+    lr: float = Field(1e-6, gt=0.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.99, ge=0.0, lt=1.0)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    grad_clip: float = Field(1.0, gt=0.0, description="maximum L2 norm of the whole gradient")
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    microbatch_tokens: int = Field(8192, ge=1, description="tokens of one forward and backward pass")
+
+
+class EvalConfig(_Section):
+    """Held-out evaluation: avg@k and pass@k before, during and after training."""
+
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
+    prompts: int = Field(64, ge=0, description="held-out prompts; 0 turns evaluation off")
+    samples: int = Field(1, ge=1, description="k of avg@k and pass@k")
+    temperature: float | None = Field(None, ge=0.0, description="default: the rollout's; 0 is greedy")
+
+
+class RunConfig(_Section):
+    """One run of `jetrl train`."""
+
+    model: str = Field("demo", description="a Hugging Face model folder, or `demo`, the model that ships with jetrl")
+    flow: FlowName = "fp8"
+    steps: int = Field(100, ge=1)
+    seed: int = Field(0, ge=0)
+    folder: str | None = Field(None, description="run folder; default: runs/<time>-<flow>")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the last")
+    on_mismatch: Literal["stop", "continue"] = Field("stop", description="what a mismatch in an exact flow does")
+    loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        r, a = self.rollout, self.algorithm
+        if r.group_size == 1 and a.advantage == "grpo" and a.kl_coef == 0.0:
+            raise ValueError(
+                "rollout.group_size is 1: a group of one has advantage 0 and nothing would be learned. Use 2 or more."
+            )
+        if a.importance_cap is not None and self.flow != "fp8_rollout":
+            raise ValueError(
+                f"algorithm.importance_cap is {a.importance_cap} in flow {self.flow!r}, where rollout and trainer agree to "
+                "the bit and there is nothing to correct. Remove it, or use flow=fp8_rollout."
+            )
+        if r.prompts_per_step % a.updates_per_step:
+            raise ValueError(
+                f"rollout.prompts_per_step ({r.prompts_per_step}) must be a multiple of algorithm.updates_per_step "
+                f"({a.updates_per_step}), so that each update gets whole groups."
+            )
+        longest = self.task.max_prompt_tokens + r.max_completion_tokens
+        if r.cache_tokens is not None and r.cache_tokens < longest:
+            raise ValueError(
+                f"rollout.cache_tokens is {r.cache_tokens}, but one sequence can need {longest} (task.max_prompt_tokens "
+                f"{self.task.max_prompt_tokens} + rollout.max_completion_tokens {r.max_completion_tokens}). Raise "
+                f"cache_tokens to {longest} or more, or lower the other two."
+            )
+        return self
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every dotted key of the configuration, in the order in which it is declared."""
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += known_keys(annotation, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _set_dotted(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ValueError(f"override {key!r}: {parent!r} is {child!r}, not a section")
+        tree = child
+    tree[leaf] = value
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    lines = [f"{source} is not a valid configuration:"]
+    keys = known_keys()
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+            by_leaf = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
+            lines.append(f"  unknown key {key!r}; did you mean {(by_leaf or near)[0]!r}?")
+        else:
+            where = f"{key}: " if key else ""
+            message = item["msg"].removeprefix("Value error, ")
+            seen = "" if not key else f" (seen: {item['input']!r})"
+            lines.append(f"  {where}{message}{seen}")
+    return "\n".join(lines)
+
+
+def parse_config(tree: dict[str, Any], source: str = "config") -> RunConfig:
+    """Build a RunConfig from nested dictionaries. Raises ValueError that names each bad key and what is wanted."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(_explain(error, source)) from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values).
+
+    Raises ValueError for a missing file, a file that is not a mapping, an override without `=`, and any bad key or value.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"no configuration file at {str(path)!r}. Give the path of a YAML file, e.g. configs/quickstart.yaml")
+    try:
+        tree = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds a {type(tree).__name__}; a mapping of keys to values is wanted")
+    for override in overrides or []:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"override {override!r} has no '='; write key=value, for instance flow=bf16")
+        _set_dotted(tree, key.strip(), yaml.safe_load(value))
+    return parse_config(tree, str(path))
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write the resolved configuration, every default included, as YAML."""
+    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

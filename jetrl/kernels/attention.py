@@ -1,0 +1,173 @@
+"""Causal attention with grouped queries: one definition for training, prefill and decode.
+
+Problem: prefill sees many queries at once, decode one, and keys lie packed in one case and paged in the other; if the
+softmax or the sum over keys takes another order, prefill, decode and training disagree.
+
+Method, for the query at position t with keys 0..t, d = head dimension:
+
+    s[j] = (q . k[j]) / sqrt(d)         exact product on the operands' grids, float64
+    p[j] = exp(s[j] - max s)            float64
+    out  = bf16( sum_j p[j] v[j]  /  sum_j p[j] )       both sums free of order (see `exact`)
+
+For sum p v to be exact the grid of p[j] follows v[j]'s size: p[j] 2^e[j] lies on the grid of its row, v[j] 2^-e[j] on its
+own, where 2^e[j] bounds v[j]. Keys that a query must not see weigh exactly 0, so padding and batching change no bit.
+
+Layout: a `Layout` lists buckets of sequences of similar length. Queries are rows of a flat [T, heads, D] tensor. Keys and
+values are rows of a flat [R, kv_heads, D] tensor: the packed tokens in training, the slots of the paged cache in the
+engine; `key_index` is the only thing that differs. `prepare` rounds keys and values to their grids before they are
+stored, which BF16 holds exactly.
+
+Given up: a weight below 2^-20 of the largest contribution is rounded; at most 2^17 keys. Scores of a bucket are held in
+float64, chunked over queries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.exact import exact_product, operand_bits, order_free_sum, power_above, to_grid
+
+_VALUE_BITS = 16
+_WEIGHT_BITS = 20
+_SUM_BITS = 36
+MAX_KEYS = 1 << 17  # 16 + 20 + 17 = 53 bits
+_CHUNK_SCORES = 1 << 22  # scores held at once: 32 MB in float64
+
+
+@dataclass(slots=True, frozen=True)
+class Bucket:
+    """S sequences padded to Q queries and K keys."""
+
+    query_index: Tensor  # int64 [S, Q], row of the flat queries; padding repeats the last one
+    query_position: Tensor  # int64 [S, Q], position of the query in its sequence; -1 marks padding
+    key_index: Tensor  # int64 [S, K], row of the flat keys; padding repeats the first one
+
+
+@dataclass(slots=True, frozen=True)
+class Layout:
+    """Where the queries and keys of a forward lie."""
+
+    buckets: list[Bucket]
+
+
+def prepare(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, kv_heads, D] BF16, each row rounded to its grid; still BF16."""
+    key_bits = operand_bits(keys.shape[-1])[1]
+    return (
+        to_grid(keys.double(), key_bits).to(torch.bfloat16),
+        to_grid(values.double(), _VALUE_BITS).to(torch.bfloat16),
+    )
+
+
+def _chunks(bucket: Bucket, heads: int) -> list[Bucket]:
+    """Cut a bucket over sequences, then over queries, so that its scores fit the budget."""
+    sequences, queries = bucket.query_index.shape
+    per_query = heads * bucket.key_index.shape[1]
+    query_step = max(1, min(queries, _CHUNK_SCORES // per_query))
+    sequence_step = max(1, _CHUNK_SCORES // (per_query * query_step)) if query_step == queries else 1
+    return [
+        Bucket(
+            bucket.query_index[s : s + sequence_step, t : t + query_step],
+            bucket.query_position[s : s + sequence_step, t : t + query_step],
+            bucket.key_index[s : s + sequence_step],
+        )
+        for s in range(0, sequences, sequence_step)
+        for t in range(0, queries, query_step)
+    ]
+
+
+def _heads_first(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [S, L] of x [R, heads, D], as float64 [S, heads, L, D]."""
+    return x[index].transpose(1, 2).double()
+
+
+@dataclass(slots=True)
+class _Operands:
+    """One chunk, query heads grouped by their key head: G = heads / kv_heads."""
+
+    q: Tensor  # float64 [S, kv_heads, G * Q, D], on its grid
+    k: Tensor  # float64 [S, kv_heads, K, D]
+    v: Tensor  # float64 [S, kv_heads, K, D]
+    hidden: Tensor  # bool [S, 1, G * Q, K], True where a key must not be seen
+    groups: int
+
+
+def _operands(chunk: Bucket, q: Tensor, k: Tensor, v: Tensor) -> _Operands:
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+    groups, (sequences, queries) = heads // kv_heads, chunk.query_index.shape
+    keys = chunk.key_index.shape[1]
+    hidden = torch.arange(keys) > chunk.query_position.unsqueeze(-1)
+    wide_q = to_grid(_heads_first(q, chunk.query_index), operand_bits(dim)[0])
+    return _Operands(
+        wide_q.reshape(sequences, kv_heads, groups * queries, dim),
+        _heads_first(k, chunk.key_index),
+        _heads_first(v, chunk.key_index),
+        hidden.unsqueeze(1).expand(-1, groups, -1, -1).reshape(sequences, 1, groups * queries, keys),
+        groups,
+    )
+
+
+def _weights(x: _Operands) -> Tensor:
+    """exp(score - row maximum), float64 [S, kv_heads, G * Q, K], exactly 0 for hidden keys."""
+    scores = exact_product(x.q, x.k).mul_(1.0 / math.sqrt(x.q.shape[-1]))
+    scores.masked_fill_(x.hidden, -torch.inf)
+    # A padding query sees no key at all; its maximum of -inf would make NaN of what is thrown away anyway.
+    largest = scores.amax(-1, keepdim=True).clamp_(min=-1e300)
+    return torch.exp(scores.sub_(largest))
+
+
+def _attend(x: _Operands) -> Tensor:
+    weights = _weights(x)
+    total = order_free_sum(weights, _SUM_BITS)
+    bound = power_above(x.v.abs().amax(-1)).unsqueeze(-2)
+    weighted = to_grid(weights.mul_(bound), _WEIGHT_BITS)
+    return (weighted @ (x.v / bound.transpose(-1, -2))).div_(total)
+
+
+def _rows(x: Tensor, chunk: Bucket, groups: int) -> tuple[Tensor, Tensor]:
+    """Undo the grouping: valid query rows [n] and their values [n, heads, D] of x [S, kv_heads, G * Q, D]."""
+    sequences, kv_heads, _, dim = x.shape
+    queries = chunk.query_index.shape[1]
+    per_head = x.view(sequences, kv_heads * groups, queries, dim).transpose(1, 2)
+    valid = chunk.query_position >= 0
+    return chunk.query_index[valid], per_head[valid]
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    """Causal attention. q: BF16 [T, heads, D]; keys, values: BF16 [R, kv_heads, D], from `prepare`. Returns BF16 like q."""
+    out = torch.zeros_like(q)
+    for bucket in layout.buckets:
+        assert bucket.key_index.shape[1] <= MAX_KEYS, bucket.key_index.shape
+        for chunk in _chunks(bucket, q.shape[1]):
+            operands = _operands(chunk, q, keys, values)
+            index, rows = _rows(_attend(operands), chunk, operands.groups)
+            out[index] = rows.to(torch.bfloat16)
+    return out
+
+
+def attention_grad(dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention` for packed keys and values, BF16, in float64 inside; the grids pass gradients straight through.
+
+    P = softmax(S), dV = P^T dO, dS = P * (dO V^T - rowsum(dO O)), dQ = dS K / sqrt(d), dK = dS^T Q / sqrt(d).
+    """
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (keys, values))
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    for bucket in layout.buckets:
+        for chunk in _chunks(bucket, q.shape[1]):
+            x = _operands(chunk, q, keys, values)
+            weights = _weights(x)
+            p = weights / weights.sum(-1, keepdim=True).clamp_(min=1.0)
+            do = _heads_first(dout, chunk.query_index).reshape(x.q.shape)
+            dp = do @ x.v.transpose(-1, -2)
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+            index, rows = _rows(ds @ x.k, chunk, x.groups)
+            dq[index] = rows.to(torch.bfloat16)
+            flat = chunk.key_index.reshape(-1)
+            for total, part in ((dk, ds.transpose(-1, -2) @ x.q), (dv, p.transpose(-1, -2) @ do)):
+                total.index_add_(0, flat, part.transpose(1, 2).reshape(-1, *total.shape[1:]))
+    return dq, dk.to(torch.bfloat16), dv.to(torch.bfloat16)

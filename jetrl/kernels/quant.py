@@ -1,0 +1,149 @@
+"""The one quantiser: the only code that makes E4M3 codes and scales (design contract 3.1).
+
+Problem: two quantisers that implement "the same recipe" do not make the same bytes. A division by the scale or a product
+with its inverse, another floor, another rounding: each changes codes, and then the sampler's policy is not the trainer's.
+So trainer, engine, exporter and reference all call the functions below, and a test compares bytes.
+
+Method, for each group of values x:
+
+    amax  = max(max |x|, 1e-12)                                   in FP32
+    scale = amax / 448                                            FP32, IEEE division; the dequantising multiplier
+    code  = round_to_nearest_even(clamp(x / scale, -448, 448))    float8_e4m3fn, IEEE division
+
+Groups (a last partial group is a group of its own, so no size has to be divisible by 128):
+
+    1x128     activations and output gradients, along the contracted dimension     scales [rows, ceil(cols / 128)]
+    128x128   weights; the row blocks of each fused part (q, k, v) start anew      scales [row blocks, ceil(cols / 128)]
+    128x1     the same activations and gradients along tokens, for grad_weight     scales [token groups, cols]
+
+Token groups start anew with each sequence, so what is quantised together never depends on how sequences were packed into
+microbatches: the weight gradient is the same for every split of a batch.
+
+Given up: a NaN or an infinity poisons its whole group (it stays visible as NaN, it never becomes 448).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+GROUP = 128
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+AMAX_FLOOR = 1e-12
+
+
+@dataclass(slots=True, frozen=True)
+class Quantized:
+    """E4M3 codes with the FP32 scales of their groups; shapes as in the table above."""
+
+    codes: Tensor  # float8_e4m3fn [rows, cols]
+    scales: Tensor  # float32; code * scale is the value
+
+
+@dataclass(slots=True, frozen=True)
+class TokenGroups:
+    """Which token belongs to which group of at most 128 tokens of one sequence."""
+
+    group_of_token: Tensor  # int64 [T], ascending
+    tokens_of_group: Tensor  # int64 [groups, longest group]; the last token repeated where a group is shorter
+
+
+def token_groups(lengths: list[int]) -> TokenGroups:
+    """Cut each sequence, lengths in tokens, into groups of 128; the last group of a sequence may be shorter."""
+    sizes = [min(GROUP, n - start) for n in lengths for start in range(0, n, GROUP)]
+    size = torch.tensor(sizes, dtype=torch.int64)
+    first = (size.cumsum(0) - size).unsqueeze(1)
+    steps = torch.arange(max(sizes, default=0)).unsqueeze(0)
+    tokens = first + torch.minimum(steps, size.unsqueeze(1) - 1)
+    return TokenGroups(torch.repeat_interleave(torch.arange(len(sizes)), size), tokens)
+
+
+def _scale(amax: Tensor) -> Tensor:
+    return amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+
+
+def _encode(x: Tensor, scale: Tensor) -> Tensor:
+    """Codes of x (FP32) under `scale`, which broadcasts. Clamped first: torch 2.11 casts 465 and more to NaN."""
+    return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def _blocks_of_columns(x: Tensor) -> Tensor:
+    """[rows, cols] to [rows, ceil(cols / 128), 128] in FP32, zeros in the last block's missing columns."""
+    rows, cols = x.shape
+    missing = -cols % GROUP
+    x = x.float()
+    return (pad(x, (0, missing)) if missing else x).view(rows, -1, GROUP)
+
+
+def quantize_rows(x: Tensor) -> Quantized:
+    """Quantise x [rows, cols] (BF16 or FP32) in 1x128 groups along the columns. A row's bytes depend on that row alone."""
+    rows, cols = x.shape
+    blocks = _blocks_of_columns(x)
+    scales = _scale(blocks.abs().amax(-1))
+    codes = _encode(blocks, scales.unsqueeze(-1)).view(rows, -1)
+    return Quantized(codes if codes.shape[1] == cols else codes[:, :cols].contiguous(), scales)
+
+
+def quantize_tokens(x: Tensor, groups: TokenGroups) -> Quantized:
+    """Quantise x [T, cols] in 128x1 groups along tokens. Codes keep the layout [T, cols]; scales are [groups, cols]."""
+    x = x.float()
+    scales = _scale(x.abs()[groups.tokens_of_group].amax(1))
+    return Quantized(_encode(x, scales[groups.group_of_token]), scales)
+
+
+def row_blocks(parts: tuple[int, ...]) -> Tensor:
+    """Row of a fused weight to row of its scales, int64 [sum(parts)]: the blocks of each part start anew."""
+    blocks, first = [], 0
+    for rows in parts:
+        blocks.append(torch.arange(rows) // GROUP + first)
+        first += -(-rows // GROUP)
+    return torch.cat(blocks)
+
+
+def quantize_weight(w: Tensor, parts: tuple[int, ...] | None = None) -> Quantized:
+    """Quantise a weight [rows, cols] in 128x128 blocks. `parts`: rows of each fused projection, by default one part.
+
+    Scales are [sum of ceil(part / 128), ceil(cols / 128)], so a fused weight has the bytes of its parts quantised alone.
+    """
+    parts = parts or (w.shape[0],)
+    assert sum(parts) == w.shape[0], (parts, w.shape)
+    blocks = _blocks_of_columns(w)
+    index = row_blocks(parts).to(w.device)
+    count = int(index[-1]) + 1
+    row_amax = blocks.abs().amax(-1)
+    expanded = index.unsqueeze(1).expand_as(row_amax)
+    amax = row_amax.new_zeros(count, row_amax.shape[1]).scatter_reduce_(0, expanded, row_amax, "amax")
+    scales = _scale(amax)
+    codes = _encode(blocks, scales[index].unsqueeze(-1)).view(w.shape[0], -1)
+    return Quantized(codes[:, : w.shape[1]].contiguous(), scales)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """E4M3 codes to float64, exactly. A table look-up: torch's own conversion is six times slower on a CPU."""
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(E4M3).to(torch.float64)
+    return table.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
+
+
+_ALL = slice(None)
+
+
+def dequantize_rows(q: Quantized, part: slice = _ALL) -> Tensor:
+    """Values of rows `part` of a 1x128 quantised tensor, float64, exact: a code has 4 significant bits, a scale 24."""
+    cols = q.codes.shape[1]
+    return decode(q.codes[part]).mul_(q.scales[part].double().repeat_interleave(GROUP, 1)[:, :cols])
+
+
+def dequantize_tokens(q: Quantized, groups: TokenGroups, part: slice = _ALL) -> Tensor:
+    """Values of tokens `part` of a 128x1 quantised tensor, float64 [tokens, cols], exact."""
+    return decode(q.codes[part]).mul_(q.scales[groups.group_of_token[part]])
+
+
+def dequantize_weight(q: Quantized, parts: tuple[int, ...] | None = None) -> Tensor:
+    """Values of a 128x128 quantised weight, float64 [rows, cols], exact."""
+    rows, cols = q.codes.shape
+    scales = q.scales.double()[row_blocks(parts or (rows,)).to(q.codes.device)]
+    return decode(q.codes) * scales.repeat_interleave(GROUP, 1)[:, :cols]

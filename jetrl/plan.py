@@ -1,0 +1,81 @@
+"""Numbers that follow from a configuration: batches, cache and memory, worked out and checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from jetrl.config import RunConfig
+from jetrl.model.checkpoint import parameter_shapes
+from jetrl.model.config import ModelConfig
+from jetrl.model.transformer import linear_names
+from jetrl.rollout.engine import EngineLimits, plan_cache
+
+GB = 1e9
+# Bytes a parameter on a CPU, see kernels/gemm.py and train/: what each side keeps.
+_PUBLISHED = {"fp8": 1 + 8, "bf16": 2 + 8}  # codes or values, and the float64 operand
+_TRAINING = 4 + 8 + 8  # FP32 master, two FP32 moments, float64 gradient
+
+
+@dataclass(slots=True, frozen=True)
+class BatchPlan:
+    """Derived numbers of a run."""
+
+    longest: int  # tokens of the longest prompt with a full completion
+    limits: EngineLimits
+    completions: int  # a step
+    per_update: int  # completions of one optimizer step
+    microbatches: int  # of one optimizer step, at most
+    updates: int  # optimizer steps of the run
+
+
+def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> BatchPlan:
+    """Derive the batch numbers. Raises ValueError when a prompt with a full completion fits neither the model nor the cache."""
+    rollout = config.rollout
+    longest = longest_prompt + rollout.max_completion_tokens
+    if longest > model.max_position_embeddings:
+        raise ValueError(
+            f"the longest prompt ({longest_prompt} tokens) with rollout.max_completion_tokens={rollout.max_completion_tokens} makes "
+            f"{longest} tokens, but the model has {model.max_position_embeddings} positions. Lower max_completion_tokens, or "
+            f"set task.max_prompt_tokens to {max(1, model.max_position_embeddings - rollout.max_completion_tokens)}."
+        )
+    completions = rollout.prompts_per_step * rollout.group_size
+    running = min(rollout.max_sequences, max(completions, config.eval.prompts * config.eval.samples))
+    per_sequence = -(-longest // rollout.block_size) * rollout.block_size
+    # One more block a running sequence: a prompt block kept for the rest of its group.
+    cache = rollout.cache_tokens or running * (per_sequence + rollout.block_size)
+    limits = EngineLimits(running, rollout.max_batch_tokens, cache, rollout.block_size)
+    plan_cache(limits, longest)
+    per_update = completions // config.algorithm.updates_per_step
+    microbatch = max(1, config.optimizer.microbatch_tokens // longest)
+    updates = config.steps * config.algorithm.updates_per_step
+    return BatchPlan(longest, limits, completions, per_update, -(-per_update // microbatch), updates)
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the model, tied embeddings counted once."""
+    return sum(prod(shape) for shape in parameter_shapes(model).values())
+
+
+def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> list[tuple[str, float]]:
+    """What a run holds on a CPU, name and GB. Activations are of one microbatch; the rest lives all the time."""
+    count = parameter_count(model)
+    shapes = parameter_shapes(model)
+    linear = sum(prod(shapes[name]) for name in linear_names(model))
+    head = model.vocab_size * model.hidden_size
+    layouts = {"fp8": ["fp8"], "bf16": ["bf16"], "fp8_rollout": ["bf16", "fp8"]}[config.flow]
+    published = sum(linear * _PUBLISHED[kind] + head * _PUBLISHED["bf16"] for kind in layouts)
+    reference = linear * _PUBLISHED[layouts[0]] + head * _PUBLISHED["bf16"] if config.algorithm.kl_coef else 0
+    cache = batches.limits.cache_tokens * model.num_layers * 2 * model.kv_size * 2
+    # A layer keeps, per token: residual and norms, q k v, attention, gate and up, and the FP8 or BF16 inputs of four products.
+    width = 8 * model.hidden_size + 4 * (model.q_size + 2 * model.kv_size) + 7 * model.intermediate_size
+    tokens = max(config.optimizer.microbatch_tokens, batches.longest)
+    tokens = min(tokens, batches.per_update * batches.longest)
+    activations = tokens * model.num_layers * width
+    return [
+        ("weights as the kernels read them", published / GB),
+        ("reference model for the KL", reference / GB),
+        ("masters, moments and gradients", count * _TRAINING / GB),
+        ("KV cache", cache / GB),
+        ("activations of one microbatch", activations / GB),
+    ]

@@ -1,0 +1,32 @@
+"""Tokens drawn from hidden states, with uniform numbers that belong to the sample and not to the batch (`rl.seeds`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.logprob import greedy, sample
+from jetrl.model.transformer import Transformer
+
+_CHUNK_LOGITS = 1 << 24
+
+
+def next_tokens(
+    model: Transformer, hidden: Tensor, uniforms: list[float], temperature: float, forced: list[int | None]
+) -> tuple[list[int], list[float]]:
+    """Tokens after hidden states [R, H] and their log-probabilities, each exactly a float32.
+
+    Temperature 0 takes the most likely token, with its log-probability at temperature 1. Where `forced` holds a token, that
+    one is taken.
+    """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    step = max(1, _CHUNK_LOGITS // model.config.vocab_size)
+    for first in range(0, hidden.shape[0], step):
+        part = slice(first, first + step)
+        rows = model.distribution(hidden[part], temperature or 1.0)
+        drawn = sample(rows, torch.tensor(uniforms[part], dtype=torch.float64)) if temperature else greedy(rows)
+        wanted = [drawn_token if f is None else f for drawn_token, f in zip(drawn.tolist(), forced[part], strict=True)]
+        tokens += wanted
+        logprobs += rows.logprobs(torch.tensor(wanted)).tolist()
+    return tokens, logprobs

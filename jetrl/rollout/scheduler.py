@@ -1,0 +1,150 @@
+"""Who computes what in the next engine step: continuous batching with chunked prefill and preemption.
+
+A step has a budget of tokens. Running sequences come first, in the order in which they were admitted: a decoding one takes
+one token, one that is still prefilling takes what the budget leaves. Then waiting sequences are admitted while blocks
+and budget last. The first sequence of a group prefills the prompt; the others join it: they share the prompt's full
+blocks, copy the last partial one, and start by sampling from the prompt's hidden state.
+
+When blocks run out, prompt blocks kept for sequences that still wait are dropped first, then the sequence admitted last
+is preempted: its blocks go, its tokens stay, and later it is computed anew. Row-independent numerics make that, and any
+other schedule, give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from jetrl.rollout.blocks import BlockPool
+from jetrl.rollout.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Plan:
+    """One engine step."""
+
+    work: list[tuple[Sequence, int]] = field(default_factory=list)  # sequence, tokens to compute now
+    joined: list[Sequence] = field(default_factory=list)  # sample from their group's hidden state, nothing to compute
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # source block, target block, tokens
+
+
+class Scheduler:
+    """Waiting and running sequences over a pool of blocks."""
+
+    def __init__(self, pool: BlockPool, max_sequences: int, max_batch_tokens: int) -> None:
+        self.pool, self.max_sequences, self.max_batch_tokens = pool, max_sequences, max_batch_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def plan(self) -> Plan:
+        """Choose the next step's work, and take the blocks that it needs."""
+        plan, budget, index = Plan(), self.max_batch_tokens, 0
+        # Preemption takes sequences from the end of `running`, so those already in the plan keep their blocks.
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            tokens = min(sequence.remaining, budget)
+            if self._reserve(sequence, sequence.computed + tokens):
+                plan.work.append((sequence, tokens))
+                budget -= tokens
+            index += 1
+        self._admit(plan, budget)
+        assert plan.work or plan.joined, "a step without work"
+        return plan
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a finished sequence out."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+
+    def prompt_ready(self, sequence: Sequence) -> bool:
+        """The prompt of `sequence` is now cached. Keeps its blocks if others of the group wait, and says whether it did."""
+        group = sequence.group
+        group.prefilling = False
+        if group.waiting == 0 or group.blocks:
+            return False
+        group.blocks = self.pool.share(sequence.blocks[: self.pool.needed(len(group.prompt))])
+        return True
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        passed_over: list[Sequence] = []
+        while self.waiting and len(self.running) < self.max_sequences:
+            sequence = self.waiting.popleft()
+            if sequence.group.prefilling:
+                passed_over.append(sequence)
+                continue
+            if not self._can_start(sequence, budget):
+                passed_over.append(sequence)
+                break
+            budget -= self._start(sequence, plan, budget)
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _can_start(self, sequence: Sequence, budget: int) -> bool:
+        joins = bool(sequence.group.blocks)
+        to_compute = len(sequence.tokens) - (sequence.prompt_length if joins else 0)
+        if to_compute > 0 and budget == 0:
+            return False
+        shared = sequence.prompt_length // self.pool.block_size if joins else 0
+        needed = self.pool.needed(len(sequence.tokens) + 1) - shared
+        if needed > self.pool.free and not self.running and self._drop_kept_prompts():
+            return self._can_start(sequence, budget)
+        return needed <= self.pool.free
+
+    def _start(self, sequence: Sequence, plan: Plan, budget: int) -> int:
+        """Admit a sequence; returns the tokens of the budget that it takes."""
+        group = sequence.group
+        group.waiting -= 1
+        self.running.append(sequence)
+        if group.blocks:
+            self._join(sequence, plan)
+        else:
+            group.prefilling = True
+        tokens = min(sequence.remaining, budget)
+        if tokens == 0:
+            plan.joined.append(sequence)
+            return 0
+        reserved = self._reserve(sequence, sequence.computed + tokens)
+        assert reserved, "admission counted the blocks"
+        plan.work.append((sequence, tokens))
+        return tokens
+
+    def _join(self, sequence: Sequence, plan: Plan) -> None:
+        """Share the group's full prompt blocks and copy the partial one, which the sequence will write to."""
+        group, size = sequence.group, self.pool.block_size
+        full, rest = divmod(len(group.prompt), size)
+        sequence.blocks = self.pool.share(group.blocks[:full])
+        if rest:
+            sequence.blocks.append(self.pool.take())
+            plan.copies.append((group.blocks[full], sequence.blocks[-1], rest))
+        sequence.computed = len(group.prompt)
+        if group.waiting == 0:
+            self.pool.release(group.blocks)
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        """Give the sequence blocks for its first `tokens` tokens. False if it was preempted itself."""
+        while (missing := self.pool.needed(tokens) - len(sequence.blocks)) > self.pool.free:
+            if self._drop_kept_prompts():
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += [self.pool.take() for _ in range(missing)]
+        return True
+
+    def _drop_kept_prompts(self) -> bool:
+        groups = [s.group for s in self.waiting if s.group.blocks]
+        for group in groups:
+            self.pool.release(group.blocks)
+        return bool(groups)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        if sequence.computed < sequence.prompt_length:
+            sequence.group.prefilling = False
+        sequence.computed = 0
+        sequence.preempted += 1
+        sequence.group.waiting += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)

@@ -1,0 +1,91 @@
+"""Checkpoints: everything that a continued run needs to be the unbroken one, and a model that others can load.
+
+    <run>/checkpoints/step-000040/
+        state.json              step, policy version, counters, flow, names of the FP8 layers, digest of the config
+        masters.safetensors     FP32 masters
+        optimizer.safetensors   AdamW moments
+        model/                  Hugging Face folder in BF16, for `transformers`, vLLM and `jetrl eval`
+
+Prompts, seeds and schedule are functions of the step, so there is no loader or generator state to lose. A checkpoint is
+written beside its place and renamed, so one that exists is whole. Safetensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from jetrl.model.checkpoint import save_model
+from jetrl.model.config import ModelConfig, read_json
+from jetrl.train.publish import bf16_weights, publish
+from jetrl.train.trainer import Trainer
+
+_PREFIX = "step-"
+
+
+@dataclass(slots=True, frozen=True)
+class State:
+    """The numbers of a checkpoint."""
+
+    step: int
+    policy_version: int
+    optimizer_steps: int
+    skipped_steps: int
+    flow: str
+    fp8_layers: list[str]
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"{_PREFIX}{step:06d}"
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The whole checkpoint of the latest step, if there is one."""
+    found = [p for p in (run / "checkpoints").glob(f"{_PREFIX}*") if (p / "state.json").is_file()]
+    return max(found, default=None)
+
+
+def save_state(run: Path, trainer: Trainer, state: State, config: ModelConfig, source: Path) -> Path:
+    """Write a checkpoint; an existing one of the same step is kept as it is. `source`: the folder the model came from."""
+    folder = checkpoint_folder(run, state.step)
+    if folder.exists():
+        return folder
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file({name: p.detach().contiguous() for name, p in trainer.masters.items()}, partial / "masters.safetensors")
+    save_file({name: m.contiguous() for name, m in trainer.optimizer.moments().items()}, partial / "optimizer.safetensors")
+    save_model(partial / "model", config, bf16_weights(trainer.masters), source)
+    (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+    os.replace(partial, folder)
+    return folder
+
+
+def load_state(folder: Path, trainer: Trainer, flow: str, fp8_layers: list[str]) -> State:
+    """Put a checkpoint into the trainer and publish it.
+
+    Raises ValueError when the checkpoint is of another flow, another set of FP8 layers or another model.
+    """
+    state = State(**read_json(folder / "state.json"))
+    if state.flow != flow or state.fp8_layers != fp8_layers:
+        raise ValueError(
+            f"{folder} was made in flow {state.flow!r} with {len(state.fp8_layers)} FP8 layers, but the run has flow {flow!r} "
+            f"with {len(fp8_layers)}. Resume with the run's own config, or start a new run from {folder / 'model'}."
+        )
+    masters = load_file(folder / "masters.safetensors")
+    shapes = {name: tuple(p.shape) for name, p in masters.items()}
+    wanted = {name: tuple(p.shape) for name, p in trainer.masters.items()}
+    if shapes != wanted:
+        raise ValueError(f"{folder} holds another model: its {len(shapes)} masters do not fit the {len(wanted)} of this one")
+    for name, tensor in masters.items():
+        trainer.masters[name].data.copy_(tensor)
+    trainer.optimizer.restore(load_file(folder / "optimizer.safetensors"), state.optimizer_steps, state.skipped_steps)
+    trainer.policy_version = state.policy_version
+    publish(trainer.masters, trainer.published_models)
+    return state

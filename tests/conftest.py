@@ -1,0 +1,23 @@
+"""Settings of all tests: no network, and GPU tests skipped, with the reason, where there is no CUDA device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before anything imports transformers: a test that reaches for a hub fails at once instead of hanging.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # only now: the layout test alone should not pay for it
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none here")
+        for item in gpu_items:
+            item.add_marker(skip)
