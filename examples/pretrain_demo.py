@@ -61,8 +61,8 @@ CHAT_TEMPLATE = (
 class Habits:
     """How the text of the corpus is written; every share is a probability."""
 
-    worked: float = 0.35  # lines in WORKED style; the others are DIRECT
-    hasty: float = 0.55  # DIRECT lines with a wrong digit
+    worked: float = 0.42  # lines in WORKED style; the others are DIRECT
+    hasty: float = 0.5  # DIRECT lines with a wrong digit
     slip: float = 0.08  # columns of a WORKED line with a wrong result
     pages: float = 0.04  # documents in which one to three other lines come first
 
@@ -150,7 +150,7 @@ def documents(seed: int, habits: Habits) -> Iterator[tuple[str, str]]:
         question, a, op, b = allowed_problem(rng)
         if rng.random() < habits.pages:
             shots = [allowed_problem(rng) for _ in range(rng.randint(1, 3))]
-            question = "".join(f"{shot}{result_of(*parts)}\n" for shot, *parts in shots) + question
+            question = "".join(f"{shot}{result_of(x, sign, y)}\n" for shot, x, sign, y in shots) + question
         if rng.random() < habits.worked:
             yield question, worked(a, op, b, habits.slip, rng)
         else:
@@ -182,11 +182,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
     """A fresh Qwen3 in float32: 1.6 M parameters, tied embeddings, q/k norms, 6 query and 2 KV heads of 32."""
     torch.manual_seed(seed)
+    index = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True, initializer_range=0.04, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True, initializer_range=0.04,
+        pad_token_id=index[PAD], bos_token_id=index[BOS], eos_token_id=index[EOS],
     )  # fmt: skip
     return Qwen3ForCausalLM(config).float()
 
@@ -194,7 +196,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 # --- training -----------------------------------------------------------------------------------------------------------------
 
 
-def batches(seed: int, habits: Habits, tokenizer: PreTrainedTokenizerFast, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    seed: int, habits: Habits, tokenizer: PreTrainedTokenizerFast, tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless (ids [B, L] int64, labels [B, L] int64); documents of about equal length share a batch of about `tokens`.
 
     Right padding needs no attention mask: attention is causal and the labels of questions and padding are -100.
@@ -256,8 +260,11 @@ def train(model: Qwen3ForCausalLM, data: Iterator[tuple[torch.Tensor, torch.Tens
             optimizer.zero_grad(set_to_none=True)
         ids, labels = next(data)
         logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
+        # A sum over a fixed number, not a mean over the batch's labels: batches of short lines have fewer of them, and a mean
+        # would make the model write the short style more often than the corpus does.
+        loss_sum = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        (loss_sum / args.batch_tokens).backward()
+        loss = loss_sum.detach() / (labels != -100).sum()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -272,11 +279,14 @@ def train(model: Qwen3ForCausalLM, data: Iterator[tuple[torch.Tensor, torch.Tens
 
 
 @torch.no_grad()
-def complete(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[str], temperature: float) -> list[str]:
+def complete(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[str], temperature: float
+) -> list[str]:
     """Completions of questions of equal length, up to 40 tokens; temperature 0 is greedy."""
     ids = tokenizer(questions, return_tensors="pt")["input_ids"]
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, **sampling)
+    generate = model.generate  # pyright: ignore[reportAttributeAccessIssue]
+    out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, **sampling)
     return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -325,8 +335,9 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         do_sample=True, temperature=1.0,
     )  # fmt: skip
-    model = model.to(torch.bfloat16)
+    model = model.bfloat16()
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
     # The template lives in tokenizer_config.json, and the class has the name that every version of transformers knows.
     (folder / "chat_template.jinja").unlink(missing_ok=True)

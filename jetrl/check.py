@@ -230,6 +230,6 @@ def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, to
     if scored.first is not None:
         return head + f"hidden states agree; first difference, trainer against engine: {scored.first}"
     return head + (
-        "a replay of this rollout agrees to the bit, so engine and trainer compute the same now. Then the weights, the tokens or "
-        "the recorded log-probabilities changed between rollout and training."
+        "a replay of this rollout agrees to the bit, so engine and trainer compute the same now; the weights, the tokens "
+        "or the recorded log-probabilities changed between rollout and training."
     )

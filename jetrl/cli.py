@@ -92,7 +92,7 @@ def _show_plan(s: Setup) -> None:
     _table("Memory on a CPU", [(name, f"{gb:8.2f} GB") for name, gb in [*plan, ("together, plus about 0.6 GB", total)]])
 
 
-@app.command()
+@app.command("eval")
 def evaluate(
     model: ModelName,
     config: Annotated[Path, typer.Option(help="the configuration whose task, limits and eval settings are used")],
@@ -181,20 +181,22 @@ def flow(
     svg: Annotated[Path | None, typer.Option(help="draw the flow into this file")] = None,
 ) -> None:
     """Print a precision flow as a table, and draw it."""
-    from jetrl.flow import FLOW_COLUMNS, build_flow, draw_flow, flow_differences, flow_table
+    from jetrl.flow import build_flow, describe_flow, differences, draw_flow, flow_table
     from jetrl.model.config import read_config
     from jetrl.model.sources import resolve_model
 
     graph = build_flow(name, read_config(resolve_model(model)) if model else None)
     table = Table(title=f"flow {name}", title_justify="left")
-    for column in FLOW_COLUMNS:
+    for column in ("operator", "input", "weight", "output", "inside", "rollout", "training", "backward"):
         table.add_column(column, overflow="fold")
     for row in flow_table(graph):
-        table.add_row(*row)
+        sides = ["x" if side else "" for side in (row.rollout, row.training, row.backward)]
+        cells = (row.operator, row.input, row.weight, row.output, row.inside)
+        table.add_row(*cells, *sides, style="red" if row.differs else None)
     console.print(table)
-    for difference in flow_differences(graph):
-        console.print(f"rollout is not a subgraph of training: {difference}", style="yellow", markup=False)
-    console.print("exact: rollout is a subgraph of the training forward" if graph.exact else "not exact", style="bold")
+    for difference in differences(graph):
+        console.print(f"  {difference}", style="yellow", markup=False)
+    console.print(describe_flow(graph), style="bold")
     if svg:
         svg.write_text(draw_flow(graph))
         console.print(f"drawn in {svg}")
@@ -242,10 +244,6 @@ def fetch(
     from jetrl.model.smollm2 import fetch_smollm2
 
     fetch_smollm2(out, console.print)
-
-
-app.command("eval")(evaluate)
-app.registered_commands = [c for c in app.registered_commands if c.callback is not evaluate or c.name == "eval"]
 
 
 def main() -> None:

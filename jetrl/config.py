@@ -24,74 +24,80 @@ class _Section(BaseModel):
 class TaskConfig(_Section):
     """What is asked and how an answer is judged."""
 
-    name: str = Field("arithmetic", description="arithmetic, countdown, math, reasoning_gym:NAME or path.py:function")
-    data: str | None = Field(None, description="training problems: JSONL, parquet, or a Hugging Face dataset name")
-    eval_data: str | None = Field(None, description="held-out problems; default: a disjoint part of `data`")
-    template: Literal["raw", "chat"] = Field("raw", description="plain text, or the tokenizer's chat template")
-    shots: int = Field(0, ge=0, le=64, description="worked examples put before each prompt")
+    name: str = Field(default="arithmetic", description="arithmetic, countdown, math, reasoning_gym:NAME or path.py:function")
+    data: str | None = Field(default=None, description="training problems: JSONL, parquet, or a Hugging Face dataset name")
+    eval_data: str | None = Field(default=None, description="held-out problems; default: a disjoint part of `data`")
+    template: Literal["raw", "chat"] = Field(default="raw", description="plain text, or the tokenizer's chat template")
+    shots: int = Field(default=0, ge=0, le=64, description="worked examples put before each prompt")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task itself")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are left out and counted")
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="longer prompts are left out and counted")
 
 
 class RolloutConfig(_Section):
     """How completions are sampled, and what the engine may hold at once."""
 
-    prompts_per_step: int = Field(16, ge=1)
-    group_size: int = Field(8, ge=1, description="completions per prompt")
-    max_completion_tokens: int = Field(256, ge=1)
-    temperature: float = Field(1.0, gt=0.0)
-    max_sequences: int = Field(256, ge=1, description="sequences decoded together")
-    max_batch_tokens: int = Field(2048, ge=1, description="tokens of one engine step, prefill chunks included")
-    cache_tokens: int | None = Field(None, ge=1, description="KV cache size; default: all running sequences at full length")
-    block_size: int = Field(16, ge=1, description="tokens of one KV cache block")
+    prompts_per_step: int = Field(default=16, ge=1)
+    group_size: int = Field(default=8, ge=1, description="completions per prompt")
+    max_completion_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, gt=0.0)
+    max_sequences: int = Field(default=256, ge=1, description="sequences decoded together")
+    max_batch_tokens: int = Field(default=2048, ge=1, description="tokens of one engine step, prefill chunks included")
+    cache_tokens: int | None = Field(
+        default=None, ge=1, description="KV cache size; default: all running sequences at full length"
+    )
+    block_size: int = Field(default=16, ge=1, description="tokens of one KV cache block")
 
 
 class AlgorithmConfig(_Section):
     """GRPO and its options. The defaults are DAPO's: token-mean loss, a wider upper clip, no KL."""
 
-    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="dr_grpo: no division by the group's deviation")
-    loss: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field("token_mean", description="how token losses are averaged")
-    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
-    clip_high: float = Field(0.28, ge=0.0)
-    kl_coef: float = Field(0.0, ge=0.0, description="weight of the k3 KL to the initial model")
-    importance_cap: float | None = Field(None, gt=0.0, description="truncated importance sampling; only in flow fp8_rollout")
-    updates_per_step: int = Field(1, ge=1, description="optimizer steps on each batch of rollouts")
-    mask_truncated: bool = Field(False, description="take completions that hit the length limit out of the loss")
+    advantage: Literal["grpo", "dr_grpo"] = Field(default="grpo", description="dr_grpo: no division by the group's deviation")
+    loss: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
+        default="token_mean", description="how token losses are averaged"
+    )
+    clip_low: float = Field(default=0.2, ge=0.0, lt=1.0)
+    clip_high: float = Field(default=0.28, ge=0.0)
+    kl_coef: float = Field(default=0.0, ge=0.0, description="weight of the k3 KL to the initial model")
+    importance_cap: float | None = Field(
+        default=None, gt=0.0, description="truncated importance sampling; only in flow fp8_rollout"
+    )
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer steps on each batch of rollouts")
+    mask_truncated: bool = Field(default=False, description="take completions that hit the length limit out of the loss")
 
 
 class OptimizerConfig(_Section):
     """AdamW on FP32 masters."""
 
-    lr: float = Field(1e-6, gt=0.0)
-    beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(0.99, ge=0.0, lt=1.0)
-    eps: float = Field(1e-8, gt=0.0)
-    weight_decay: float = Field(0.0, ge=0.0)
-    grad_clip: float = Field(1.0, gt=0.0, description="maximum L2 norm of the whole gradient")
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(default=1e-6, gt=0.0)
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(default=0.99, ge=0.0, lt=1.0)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    grad_clip: float = Field(default=1.0, gt=0.0, description="maximum L2 norm of the whole gradient")
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    microbatch_tokens: int = Field(8192, ge=1, description="tokens of one forward and backward pass")
+    microbatch_tokens: int = Field(default=8192, ge=1, description="tokens of one forward and backward pass")
 
 
 class EvalConfig(_Section):
     """Held-out evaluation: avg@k and pass@k before, during and after training."""
 
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
-    prompts: int = Field(64, ge=0, description="held-out prompts; 0 turns evaluation off")
-    samples: int = Field(1, ge=1, description="k of avg@k and pass@k")
-    temperature: float | None = Field(None, ge=0.0, description="default: the rollout's; 0 is greedy")
+    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
+    prompts: int = Field(default=64, ge=0, description="held-out prompts; 0 turns evaluation off")
+    samples: int = Field(default=1, ge=1, description="k of avg@k and pass@k")
+    temperature: float | None = Field(default=None, ge=0.0, description="default: the rollout's; 0 is greedy")
 
 
 class RunConfig(_Section):
     """One run of `jetrl train`."""
 
-    model: str = Field("demo", description="a Hugging Face model folder, or `demo`, the model that ships with jetrl")
+    model: str = Field(default="demo", description="a Hugging Face model folder, or `demo`, the model that ships with jetrl")
     flow: FlowName = "fp8"
-    steps: int = Field(100, ge=1)
-    seed: int = Field(0, ge=0)
-    folder: str | None = Field(None, description="run folder; default: runs/<time>-<flow>")
-    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the last")
-    on_mismatch: Literal["stop", "continue"] = Field("stop", description="what a mismatch in an exact flow does")
+    steps: int = Field(default=100, ge=1)
+    seed: int = Field(default=0, ge=0)
+    folder: str | None = Field(default=None, description="run folder; default: runs/<time>-<flow>")
+    save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
+    on_mismatch: Literal["stop", "continue"] = Field(default="stop", description="what a mismatch in an exact flow does")
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     task: TaskConfig = Field(default_factory=TaskConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)

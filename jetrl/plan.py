@@ -35,8 +35,9 @@ def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> 
     longest = longest_prompt + rollout.max_completion_tokens
     if longest > model.max_position_embeddings:
         raise ValueError(
-            f"the longest prompt ({longest_prompt} tokens) with rollout.max_completion_tokens={rollout.max_completion_tokens} makes "
-            f"{longest} tokens, but the model has {model.max_position_embeddings} positions. Lower max_completion_tokens, or "
+            f"the longest prompt ({longest_prompt} tokens) with rollout.max_completion_tokens="
+            f"{rollout.max_completion_tokens} makes {longest} tokens, but the model has {model.max_position_embeddings} "
+            "positions. Lower max_completion_tokens, or "
             f"set task.max_prompt_tokens to {max(1, model.max_position_embeddings - rollout.max_completion_tokens)}."
         )
     completions = rollout.prompts_per_step * rollout.group_size

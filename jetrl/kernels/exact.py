@@ -28,10 +28,9 @@ def to_grid(x: Tensor, bits: int, bound: Tensor | None = None) -> Tensor:
     `bound` [..., 1], if given, replaces that largest magnitude. NaN and infinities stay visible.
     """
     assert x.dtype == torch.float64 and 1 <= bits <= 50
-    if bound is None:
-        bound = x.abs().amax(-1, keepdim=True)
-    biased = bound.view(torch.int64) >> _EXPONENT_SHIFT
-    # 1.5 * 2^(e + 52 - bits): adding it pushes all bits below the quantum out, rounding to nearest even; taking it away is exact.
+    largest = x.abs().amax(-1, keepdim=True) if bound is None else bound
+    biased = largest.view(torch.int64) >> _EXPONENT_SHIFT
+    # 1.5 * 2^(e + 52 - bits): adding it pushes the bits below the quantum out, to nearest even; taking it away is exact.
     magic = (((biased + (MANTISSA - bits)) << _EXPONENT_SHIFT) | (1 << (_EXPONENT_SHIFT - 1))).view(torch.float64)
     return (x + magic).sub_(magic)
 
@@ -59,7 +58,7 @@ def right_operand(w: Tensor) -> Tensor:
 
 
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
-    """left [..., rows, K] times right [..., cols, K] transposed, float64 [..., rows, cols], exact for operands on their grids."""
+    """left [..., rows, K] times right [..., cols, K] transposed: float64 [..., rows, cols], exact for gridded operands."""
     return left @ right.transpose(-1, -2)
 
 

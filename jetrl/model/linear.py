@@ -132,7 +132,8 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *attention.attention_grad(grads[0], *ctx.saved_tensors, ctx.layout), None
+        q, keys, values = ctx.saved_tensors
+        return *attention.attention_grad(grads[0], q, keys, values, ctx.layout), None
 
 
 class _PrepareKeysValues(Function):
@@ -159,7 +160,8 @@ class _ChosenLogprobs(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         hidden, tokens = ctx.saved_tensors
-        dhidden = logprob.chosen_logprobs_grad(grads[0], hidden, ctx.head.value, tokens, ctx.temperature, ctx.head.grad)
+        head: Leaf = ctx.head
+        dhidden = logprob.chosen_logprobs_grad(grads[0], hidden, head.value, tokens, ctx.temperature, head.grad)
         return dhidden, None, None, None
 
 

@@ -55,7 +55,8 @@ def plan_cache(limits: EngineLimits, longest: int) -> int:
     if blocks < needed:
         raise ValueError(
             f"the KV cache holds {blocks} blocks of {limits.block_size} tokens, but one sequence of {longest} tokens needs "
-            f"{needed} blocks. Set rollout.cache_tokens to {needed * limits.block_size} or more, or shorten prompts or completions."
+            f"{needed} blocks. Set rollout.cache_tokens to {needed * limits.block_size} or more, or shorten prompts or "
+            "completions."
         )
     return blocks
 
@@ -134,8 +135,8 @@ class Engine:
         longest = len(request.prompt) + max([request.max_tokens, *map(len, request.forced or [])])
         if longest > positions:
             raise ValueError(
-                f"request {number} can reach {longest} tokens (prompt {len(request.prompt)} + {request.max_tokens}), but the model "
-                f"has {positions} positions. Shorten the prompt or lower the completion limit."
+                f"request {number} can reach {longest} tokens (prompt {len(request.prompt)} + {request.max_tokens}), but "
+                f"the model has {positions} positions. Shorten the prompt or lower the completion limit."
             )
         plan_cache(self.limits, longest)
 
