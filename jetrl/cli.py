@@ -181,7 +181,7 @@ def flow(
     svg: Annotated[Path | None, typer.Option(help="draw the flow into this file")] = None,
 ) -> None:
     """Print a precision flow as a table, and draw it."""
-    from jetrl.flow import build_flow, describe_flow, differences, draw_flow, flow_table
+    from jetrl.flow import build_flow, describe_flow, differences, flow_table
     from jetrl.model.config import read_config
     from jetrl.model.sources import resolve_model
 
@@ -198,7 +198,9 @@ def flow(
         console.print(f"  {difference}", style="yellow", markup=False)
     console.print(describe_flow(graph), style="bold")
     if svg:
-        svg.write_text(draw_flow(graph))
+        from jetrl.report.flowchart import draw_flow
+
+        svg.write_text(draw_flow(graph), encoding="utf-8")
         console.print(f"drawn in {svg}")
 
 

@@ -8,17 +8,26 @@ imports no torch: `jetrl --help`, editors and launchers can load it in milliseco
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 FlowName = Literal["fp8", "bf16", "fp8_rollout"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would read `steps: yes` as 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("a truth value where a number or a text is wanted; put a text such as 'on' in quotes")
+        return value
 
 
 class TaskConfig(_Section):
@@ -144,10 +153,33 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str
     return keys
 
 
+def _sections() -> list[str]:
+    fields = RunConfig.model_fields.items()
+    return [name for name, info in fields if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)]
+
+
+def _nearest(key: str) -> str:
+    """The known key or section that `key` most likely meant: same last name first, then the most similar spelling."""
+    keys = known_keys()
+    leaf = key.rsplit(".", 1)[-1]
+    leaves = [known.rsplit(".", 1)[-1] for known in keys]
+    if leaf in leaves:
+        return keys[leaves.index(leaf)]
+    section = key.partition(".")[0]
+    near = difflib.get_close_matches(leaf, [*leaves, *_sections()], n=1, cutoff=0.6)
+    if near:
+        same = [k for k, known in zip(keys, leaves, strict=True) if known == near[0]] or near
+        return next((k for k in same if k.startswith(section + ".")), same[0])
+    within = [k for k in keys if k.startswith(section + ".")] or keys
+    return difflib.get_close_matches(key, within, n=1, cutoff=0.0)[0]
+
+
 def _set_dotted(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for parent in parents:
-        child = tree.setdefault(parent, {})
+        child = tree.get(parent)
+        if child is None:
+            child = tree[parent] = {}
         if not isinstance(child, dict):
             raise ValueError(f"override {key!r}: {parent!r} is {child!r}, not a section")
         tree = child
@@ -156,19 +188,39 @@ def _set_dotted(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _explain(error: ValidationError, source: str) -> str:
     lines = [f"{source} is not a valid configuration:"]
-    keys = known_keys()
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
+        seen = "" if not key else f" (seen: {item['input']!r})"
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
-            by_leaf = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
-            lines.append(f"  unknown key {key!r}; did you mean {(by_leaf or near)[0]!r}?")
+            lines.append(f"  unknown key {key!r}; did you mean {_nearest(key)!r}?")
+        elif key in _sections():
+            first = next(k for k in known_keys() if k.startswith(key + "."))
+            lines.append(f"  {key} is a section: give its keys, for instance {first}=...{seen}")
         else:
             where = f"{key}: " if key else ""
-            message = item["msg"].removeprefix("Value error, ")
-            seen = "" if not key else f" (seen: {item['input']!r})"
-            lines.append(f"  {where}{message}{seen}")
+            lines.append(f"  {where}{item['msg'].removeprefix('Value error, ')}{seen}")
     return "\n".join(lines)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-5` as a text and takes the last of two equal keys; here it is a number, and they are refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789"))
+
+
+def _read_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from None
 
 
 def parse_config(tree: dict[str, Any], source: str = "config") -> RunConfig:
@@ -188,19 +240,26 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     if not file.is_file():
         raise ValueError(f"no configuration file at {str(path)!r}. Give the path of a YAML file, e.g. configs/quickstart.yaml")
     try:
-        tree = yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); a YAML file is wanted") from None
+    tree = _read_yaml(text, str(path))
+    if tree is None:
+        tree = {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds a {type(tree).__name__}; a mapping of keys to values is wanted")
     for override in overrides or []:
         key, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(f"override {override!r} has no '='; write key=value, for instance flow=bf16")
-        _set_dotted(tree, key.strip(), yaml.safe_load(value))
+        if not equals or not key.strip():
+            raise ValueError(f"override {override!r} is not key=value; write, for instance, flow=bf16")
+        _set_dotted(tree, key.strip(), _read_yaml(value, f"override {override!r}"))
+    for section in _sections():  # a section whose lines are all commented out
+        if section in tree and tree[section] is None:
+            tree[section] = {}
     return parse_config(tree, str(path))
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved configuration, every default included, as YAML."""
-    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    Path(path).write_text(text, encoding="utf-8")

@@ -7,8 +7,7 @@ from math import prod
 
 from jetrl.config import RunConfig
 from jetrl.model.checkpoint import parameter_shapes
-from jetrl.model.config import ModelConfig
-from jetrl.model.transformer import linear_names
+from jetrl.model.config import ModelConfig, linear_names
 from jetrl.rollout.engine import EngineLimits, plan_cache
 
 GB = 1e9

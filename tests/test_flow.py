@@ -28,16 +28,15 @@ from jetrl.flow import (
     check_flow,
     describe_flow,
     differences,
-    draw_flow,
     flow_table,
-    fp8_layers,
 )
 from jetrl.kernels import quant
 from jetrl.kernels.gemm import Fp8Weight
 from jetrl.model.checkpoint import parameter_shapes
-from jetrl.model.config import ModelConfig
+from jetrl.model.config import ModelConfig, linear_names
 from jetrl.model.context import PackedContext
-from jetrl.model.transformer import Transformer, linear_names
+from jetrl.model.transformer import Transformer
+from jetrl.report.flowchart import draw_flow
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOWS: tuple[FlowName, ...] = get_args(FlowName)
@@ -79,13 +78,12 @@ def test_exact_flows_keep_the_rule_and_the_baseline_breaks_it(config: ModelConfi
 
 def test_fp8_layers_of_both_sides() -> None:
     config = tiny(num_layers=3)
-    assert fp8_layers(config) == linear_names(config)
     flows = [build_flow(name, config) for name in FLOWS]
     sides = {flow.name: (flow.trainer_layers(config), flow.rollout_layers(config)) for flow in flows}
     assert sides == {
-        "fp8": (fp8_layers(config), fp8_layers(config)),
+        "fp8": (linear_names(config), linear_names(config)),
         "bf16": ((), ()),
-        "fp8_rollout": ((), fp8_layers(config)),
+        "fp8_rollout": ((), linear_names(config)),
     }
     assert [(f.trainer_fp8, f.rollout_fp8) for f in flows] == [(True, True), (False, False), (False, True)]
 

@@ -85,6 +85,17 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
+LINEARS = ("qkv", "o", "gate_up", "down")  # the matrix products of a layer, q k v and gate up fused
+
+
+def linear_names(config: ModelConfig, linears: tuple[str, ...] = LINEARS) -> tuple[str, ...]:
+    """Names of the projections of every layer: those that a flow may run in FP8, or of them `linears`. Never the head.
+
+    The one list of them; the flow, the model and every checkpoint use it.
+    """
+    return tuple(f"layers.{i}.{name}" for i in range(config.num_layers) for name in linears)
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """Read `config.json` and, for the EOS ids, `generation_config.json`.
 

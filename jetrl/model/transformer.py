@@ -24,16 +24,11 @@ from jetrl.kernels.gemm import Bf16Weight, Fp8Weight
 from jetrl.kernels.logprob import Distribution, distribution
 from jetrl.model import linear as ops
 from jetrl.model.checkpoint import parameter_shapes
-from jetrl.model.config import ModelConfig, RopeScaling
+from jetrl.model.config import ModelConfig, RopeScaling, linear_names
 from jetrl.model.context import Context
 from jetrl.model.linear import Leaf
 
 Trace = Callable[[str, Tensor], None]
-
-
-def linear_names(config: ModelConfig) -> tuple[str, ...]:
-    """The projections of every layer: the layers that a flow may run in FP8. `lm_head` is never among them."""
-    return tuple(f"layers.{i}.{name}" for i in range(config.num_layers) for name in ("qkv", "o", "gate_up", "down"))
 
 
 def _parts(config: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
