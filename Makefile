@@ -2,6 +2,7 @@
 # make test    install what the tests need and run them
 # make check   ruff, pyright and the layout rules
 # make lock    pin the newest versions that pyproject.toml allows into requirements/
+# make compare train the demo model under three flows with three seeds each (about half an hour on 2 cores)
 # make clean   remove .venv, build products and caches (runs/ stays)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ LOCK_ENV := build/lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lock clean
+.PHONY: help demo test check compare lock clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -33,6 +34,14 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --level error --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_layout.py
+
+# A run that is already there is kept, so that the comparison can be stopped and gone on with.
+compare: $(DEMO_STAMP)
+	for flow in bf16 fp8 fp8_rollout; do for seed in 0 1 2; do \
+		run=runs/compare/$$flow-$$seed; \
+		test -f $$run/report.html || $(BIN)/jetrl train configs/compare/$$flow.yaml seed=$$seed folder=$$run || exit 1; \
+	done; done
+	$(BIN)/jetrl report runs/compare/*-? --out runs/compare/report.html
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \

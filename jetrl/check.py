@@ -8,8 +8,9 @@ mismatch arose. `jetrl check` runs this without training; a run that finds a mis
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from jetrl.model.context import PackedContext
 from jetrl.model.transformer import Trace, Transformer
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request, Rollout
-from jetrl.rollout.engine import Engine, EngineLimits
+from jetrl.rollout.engine import Engine, EngineLimits, EngineStats
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,6 +78,7 @@ class Recording:
         """Compare the rows that both recorded, as bytes. Both must cover the same sequences."""
         assert self.lengths == other.lengths and self.tensors.keys() == other.tensors.keys()
         both = self.seen & other.seen
+        assert both.any(), f"{name}: nothing to compare"
         differing, first = 0, None
         for operator, tensor in self.tensors.items():
             unequal = _bits(tensor) != _bits(other.tensors[operator])
@@ -115,20 +117,28 @@ def engine_recording(
     prompts: Sequence[int],
     limits: EngineLimits,
     temperature: float,
-) -> tuple[Recording, list[list[float]]]:
-    """The engine, forced to follow sequences from prompts of the given lengths; with it each completion's logprobs."""
-    requests = [Request(list(s[:p]), [0], len(s) - p, [list(s[p:])]) for s, p in zip(sequences, prompts, strict=True)]
+) -> tuple[Recording, list[list[float]], EngineStats]:
+    """The engine, forced to follow sequences from prompts of the given lengths; with it each completion's logprobs.
+
+    Neighbours with the same prompt run as one group, so that they share its blocks.
+    """
     recording = Recording([len(s) for s in sequences])
-    completions = Engine(model, limits, ()).generate(requests, temperature, trace=recording.rows)
-    return recording, [c.logprobs for (c,) in completions]
+    engine = Engine(model, limits, ())
+    completions = engine.generate(_forced(sequences, prompts), temperature, trace=recording.rows)
+    return recording, [c.logprobs for group in completions for c in group], engine.stats
 
 
-def _limits(sequences: Sequence[Sequence[int]], batch_tokens: int, blocks: float) -> EngineLimits:
-    """Limits with room for all sequences (blocks = 1) or, to force preemption, for a part of them."""
-    size = 16
-    needed = [-(-len(s) // size) for s in sequences]
-    total = max(max(needed), int(sum(needed) * blocks))
-    return EngineLimits(len(sequences), batch_tokens, total * size, size)
+def _forced(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[Request]:
+    pairs = [(list(s[:p]), list(s[p:])) for s, p in zip(sequences, prompts, strict=True)]
+    groups = [(prompt, [tail for _, tail in group]) for prompt, group in groupby(pairs, key=lambda pair: pair[0])]
+    return [Request(prompt, [0] * len(tails), max(map(len, tails)), tails) for prompt, tails in groups]
+
+
+def _limits(sequences: Sequence[Sequence[int]], batch_tokens: int, block_size: int, tight: bool = False) -> EngineLimits:
+    """Room for all sequences or, `tight`, for the longest one alone, so that the others are preempted."""
+    needed = [-(-len(s) // block_size) for s in sequences]
+    blocks = max(needed) if tight else sum(needed)
+    return EngineLimits(len(sequences), batch_tokens, blocks * block_size, block_size)
 
 
 def _logprob_result(name: str, model: Transformer, hidden: Tensor, case: _Case, logprobs: list[list[float]]) -> CheckResult:
@@ -155,56 +165,67 @@ class _Case:
 
 
 def _random_case(model: Transformer, tokens: int, seed: int, temperature: float) -> _Case:
-    """Random sequences, lengths odd and even, below and above 128 where the model and `tokens` allow it."""
+    """Random sequences, the longest first, one of 64 tokens and one with a prompt of a single token; the longest, above
+    128 for `tokens` of 450 or more, and one of 17 tokens occur twice, with a common prompt and different completions."""
     rng = random.Random(seed)
-    longest = min(model.config.max_position_embeddings, max(2, tokens // 3))
-    lengths = sorted({2, min(17, longest), min(64, longest), min(129, longest), longest})
-    sequences = [[rng.randrange(model.config.vocab_size) for _ in range(n)] for n in lengths]
-    return _Case(sequences, [rng.randint(1, max(1, len(s) // 2)) for s in sequences], temperature)
+    positions, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
+    longest = min(positions, max(9, tokens * 2 // 7 | 1))
+    sequences, prompts = [], []
+    for length, copies in ((longest, 2), (min(64, longest), 1), (min(17, longest), 2), (2, 1)):
+        prompts += [rng.randint(1, max(1, length // 2))] * copies
+        prompt = [rng.randrange(vocabulary) for _ in range(prompts[-1])]
+        sequences += [prompt + [rng.randrange(vocabulary) for _ in range(length - len(prompt))] for _ in range(copies)]
+    return _Case(sequences, prompts, temperature)
 
 
 def check_model(model: Transformer, tokens: int = 512, seed: int = 0, temperature: float = 0.7) -> list[CheckResult]:
     """Compare engine and trainer on random sequences of about `tokens` tokens in all; one result a claim.
 
-    Batch invariance: packed, alone and shuffled agree. Prefill (whole and in odd chunks) and decode agree with training,
-    also when sequences are preempted and computed anew. Log-probabilities of forced and of sampled tokens agree.
+    Batch invariance: packed, alone and in another order agree. Prefill (whole and in odd chunks) and decode, in groups that
+    share a prompt, agree with training, also when sequences are preempted and computed anew. Log-probabilities of forced and
+    of sampled tokens agree.
     """
     case = _random_case(model, tokens, seed, temperature)
     reference, hidden = trainer_recording(model, case.sequences)
-    results = [_batch_invariance(model, case, reference)]
+    count = len(case.sequences)
+    results = [
+        _packed(model, case, reference, ([i] for i in range(count)), "batch invariance: packed = alone"),
+        _packed(model, case, reference, [[*range(1, count, 2), *range(0, count, 2)]], "batch invariance: any order"),
+    ]
     whole = [len(s) - 1 for s in case.sequences]
-    for name, prompts, batch, blocks in (
-        ("engine prefill = trainer forward", whole, 1 << 20, 1.0),
-        ("chunked prefill = trainer forward", whole, 37, 1.0),
-        ("decode = trainer forward", case.prompts, 1 << 20, 1.0),
-        ("decode with preemption = trainer forward", case.prompts, 61, 0.5),
+    for name, prompts, batch, block_size, tight in (
+        ("engine prefill", whole, 1 << 20, 16, False),
+        ("chunked prefill", whole, 37, 16, False),
+        ("decode", case.prompts, 1 << 20, 16, False),
+        ("decode, {} preemptions", case.prompts, 61, 3, True),
     ):
-        limits = _limits(case.sequences, batch, blocks)
-        recording, logprobs = engine_recording(model, case.sequences, prompts, limits, temperature)
-        results.append(reference.compare(recording, name))
+        limits = _limits(case.sequences, batch, block_size, tight)
+        recording, logprobs, stats = engine_recording(model, case.sequences, prompts, limits, temperature)
+        name = name.format(stats.preemptions)
+        results.append(reference.compare(recording, f"{name} = trainer forward"))
         forced = _Case(case.sequences, prompts, temperature)
-        results.append(_logprob_result(name.replace("trainer forward", "trainer logprob"), model, hidden, forced, logprobs))
+        results.append(_logprob_result(f"{name} = trainer logprob", model, hidden, forced, logprobs))
     results.append(_sampled(model, case))
     return results
 
 
-def _batch_invariance(model: Transformer, case: _Case, reference: Recording) -> CheckResult:
-    """Each sequence alone against all packed."""
-    alone = Recording(reference.lengths)
-    for i, sequence in enumerate(case.sequences):
+def _packed(model: Transformer, case: _Case, reference: Recording, batches: Iterable[list[int]], name: str) -> CheckResult:
+    """The training forward of batches of sequences, given by number, against all of them in one."""
+    recording = Recording(reference.lengths)
+    for batch in batches:
+        lengths = [len(case.sequences[i]) for i in batch]
+        rows = [(i, p) for i, length in zip(batch, lengths, strict=True) for p in range(length)]
         with torch.no_grad():
-            context = PackedContext.of([len(sequence)])
-            model.forward(torch.tensor(sequence), context, alone.rows([(i, p) for p in range(len(sequence))]))
-    return reference.compare(alone, "batch invariance: packed = alone")
+            tokens = torch.tensor([case.sequences[i][p] for i, p in rows])
+            model.forward(tokens, PackedContext.of(lengths), recording.rows(rows))
+    return reference.compare(recording, name)
 
 
 def _sampled(model: Transformer, case: _Case) -> CheckResult:
     """Sample from the prompts in a group of two, and score what came out with the training forward."""
     length = max(1, min(32, model.config.max_position_embeddings - max(case.prompts)))
-    requests = [
-        Request(s[:p], [sample_seed(0, 0, i, j) for j in range(2)], length)
-        for i, (s, p) in enumerate(zip(case.sequences, case.prompts, strict=True))
-    ]
+    prompts = dict.fromkeys(tuple(s[:p]) for s, p in zip(case.sequences, case.prompts, strict=True))
+    requests = [Request(list(p), [sample_seed(0, 0, i, j) for j in range(2)], length) for i, p in enumerate(prompts)]
     limits = EngineLimits(len(requests) * 2, 64, (max(case.prompts) + length + 16) * len(requests) * 2, 16)
     completions = Engine(model, limits, model.config.eos_token_ids).generate(requests, case.temperature)
     pairs = [(r.prompt, c) for r, group in zip(requests, completions, strict=True) for c in group]
@@ -219,9 +240,8 @@ def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, to
     sequence = prompt + completion.token_ids
     case = _Case([sequence], [len(prompt)], temperature)
     reference, hidden = trainer_recording(model, case.sequences)
-    recording, logprobs = engine_recording(
-        engine_model, case.sequences, case.prompts, _limits([sequence], 1 << 20, 1.0), temperature
-    )
+    limits = _limits(case.sequences, 1 << 20, 16)
+    recording, logprobs, _ = engine_recording(engine_model, case.sequences, case.prompts, limits, temperature)
     found = reference.compare(recording, "replay")
     head = f"problem {rollout.prompt.problem.id}, completion token {token} (position {len(prompt) + token}): "
     if found.first is not None:
@@ -231,5 +251,5 @@ def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, to
         return head + f"hidden states agree; first difference, trainer against engine: {scored.first}"
     return head + (
         "a replay of this rollout agrees to the bit, so engine and trainer compute the same now; the weights, the tokens "
-        "or the recorded log-probabilities changed between rollout and training."
+        "or the recorded log-probabilities changed between rollout and training, or the batch mattered (`jetrl check` tells)."
     )

@@ -24,7 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+# Piped output has no width of its own; 80 columns would fold the tables beyond reading.
+console = Console() if Console().is_terminal else Console(width=128)
 
 ConfigFile = Annotated[Path, typer.Argument(help="a YAML file, for instance configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: flow=bf16 optimizer.lr=1e-5")]
@@ -48,7 +49,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="go on from the last checkpoint in `folder`")] = False,
     dry_run: Annotated[bool, typer.Option(help="check everything and print the derived numbers, then stop")] = False,
 ) -> None:
-    """Train a model as a configuration says."""
+    """Train a model as a configuration says. Ctrl-C finishes the step, saves, and ends with exit status 130."""
     settings = load_config(config, overrides)
     if resume and settings.folder is None:
         raise ValueError("--resume needs to know the run: add folder=RUN_FOLDER, the folder to go on in")
@@ -59,7 +60,8 @@ def train(
         s.task.close()
         _show_plan(s)
         return
-    run_training(settings, resume)
+    if not run_training(settings, resume):
+        raise typer.Exit(130)  # so that a script does not go on as if the run were done
 
 
 def _show_plan(s: Setup) -> None:
@@ -69,7 +71,7 @@ def _show_plan(s: Setup) -> None:
     _table(
         "What will run",
         [
-            ("model", f"{s.source} ({s.model.family}, {parameter_count(s.model) / 1e6:,.1f} M parameters)"),
+            ("model", f"{s.source} ({s.model.family}, {parameter_count(s.model):,} parameters)"),
             (
                 "flow",
                 f"{s.flow.name}: " + ("exact" if s.flow.exact else "a known mismatch between rollout and training"),
@@ -88,8 +90,9 @@ def _show_plan(s: Setup) -> None:
         ],
     )
     plan = memory_plan(config, s.model, b)
-    total = sum(gb for _, gb in plan)
-    _table("Memory on a CPU", [(name, f"{gb:8.2f} GB") for name, gb in [*plan, ("together, plus about 0.6 GB", total)]])
+    total = 0.6 + sum(gb for _, gb in plan)
+    rows = [*plan, ("Python and its libraries", 0.6), ("together", total)]
+    _table("Memory on a CPU", [(name, f"{gb:8.3f} GB") for name, gb in rows if gb])
 
 
 @app.command("eval")
@@ -99,11 +102,24 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Measure avg@k and pass@k of a model on the held-out prompts of a configuration's task."""
-    settings = load_config(config, [*(overrides or []), f"model={model}"])
+    settings = load_config(config, overrides).model_copy(update={"model": model})
     from jetrl.evaluate import evaluate_model
 
-    values = evaluate_model(settings)
-    _table(f"{model} on {settings.task.name}", [(k, f"{v:.4g}") for k, v in values.items()])
+    values, failed = evaluate_model(settings)
+    k = settings.eval.samples
+    _table(
+        f"{model} on {settings.task.name}, flow {settings.flow}",
+        [
+            (f"avg@{k}", f"{values['eval/avg@k']:.4f}"),
+            (f"pass@{k}", f"{values['eval/pass@k']:.4f}"),
+            ("held-out prompts", f"{values['eval/prompts']:.0f}, {k} completions each"),
+            ("without a readable answer", f"{values['eval/unparsed']:.1%}"),
+            ("mean length", f"{values['eval/length']:.1f} tokens"),
+            ("time", f"{values['time/eval']:.1f} s"),
+        ],
+    )
+    if failed:
+        console.print(f"grading failed on {len(failed)} completions, counted wrong: {failed[0]}", style="red", markup=False)
 
 
 @app.command()
@@ -125,6 +141,9 @@ def generate(
     prompts = [*(prompt or []), *(read_prompts(file) if file else [])]
     if not prompts:
         raise ValueError("no prompts: give --prompt TEXT or --file FILE")
+    if out:  # a path that cannot be written is found out before the work
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
     rows, speed = generate_texts(model, flow, prompts, chat, samples, max_tokens, temperature, seed, console)
     if out:
         out.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -187,12 +206,13 @@ def flow(
 
     graph = build_flow(name, read_config(resolve_model(model)) if model else None)
     table = Table(title=f"flow {name}", title_justify="left")
-    for column in ("operator", "input", "weight", "output", "inside", "rollout", "training", "backward"):
-        table.add_column(column, overflow="fold")
+    for column in ("operator", "reads", "weight", "writes", "inside", "where"):
+        table.add_column(column, no_wrap=column in ("operator", "where"), overflow="fold")
     for row in flow_table(graph):
-        sides = ["x" if side else "" for side in (row.rollout, row.training, row.backward)]
-        cells = (row.operator, row.input, row.weight, row.output, row.inside)
-        table.add_row(*cells, *sides, style="red" if row.differs else None)
+        sides = {"rollout": row.rollout, "training": row.training, "backward": row.backward}
+        where = " + ".join(side for side, there in sides.items() if there)
+        cells = (row.operator, row.input, row.weight, row.output, row.inside, where)
+        table.add_row(*cells, style="red" if row.differs else None)
     console.print(table)
     for difference in differences(graph):
         console.print(f"  {difference}", style="yellow", markup=False)
@@ -249,13 +269,16 @@ def fetch(
 
 
 def main() -> None:
-    """Entry point: a ValueError is the user's to mend and is shown without a traceback."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=Console(stderr=True))])
+    """Entry point: a ValueError and a file that cannot be used are the user's to mend, and shown without a traceback."""
+    errors = Console(stderr=True) if Console(stderr=True).is_terminal else Console(stderr=True, width=1000)  # never folded
+    handler = RichHandler(console=errors, show_time=False, show_path=False)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from jetrl.loop import MismatchError
 
     try:
         app()
-    except (ValueError, MismatchError) as error:
-        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False)
-        raise SystemExit(2 if isinstance(error, ValueError) else 3) from None
+    except (ValueError, OSError, MismatchError) as error:
+        # soft_wrap: a terminal breaks long lines itself, and a log can be searched
+        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise SystemExit(3 if isinstance(error, MismatchError) else 2) from None

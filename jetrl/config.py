@@ -117,7 +117,7 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         r, a = self.rollout, self.algorithm
-        if r.group_size == 1 and a.advantage == "grpo" and a.kl_coef == 0.0:
+        if r.group_size == 1:
             raise ValueError(
                 "rollout.group_size is 1: a group of one has advantage 0 and nothing would be learned. Use 2 or more."
             )
@@ -206,21 +206,25 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-5` as a text and takes the last of two equal keys; here it is a number, and they are refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands there twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789"))
+_SCIENTIFIC = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
 
 
 def _read_yaml(text: str, source: str) -> Any:
+    loader = _Loader(text)
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+        return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
 
 
 def parse_config(tree: dict[str, Any], source: str = "config") -> RunConfig:

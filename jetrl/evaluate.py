@@ -24,14 +24,14 @@ from jetrl.rollout.engine import Engine, EngineLimits
 from jetrl.run import load_rollout_model, setup
 
 
-def evaluate_model(config: RunConfig) -> dict[str, float]:
-    """avg@k and pass@k of `config.model` on the held-out prompts, with the run's own limits and seeds."""
+def evaluate_model(config: RunConfig) -> tuple[dict[str, float], list[str]]:
+    """avg@k and pass@k of `config.model` on the held-out prompts, with the run's limits and seeds, and grading's errors."""
     if not config.eval.prompts:
         raise ValueError("eval.prompts is 0, so there is nothing to evaluate; give eval.prompts=64, for instance")
     s = setup(config)
     try:
         engine = Engine(load_rollout_model(s), s.batches.limits, s.eos)
-        return evaluate_rollouts(config, s.held_out, engine, s.decode, s.task.grade_all)[0]
+        return evaluate_rollouts(config, s.held_out, engine, s.decode, s.task.grade_all)
     finally:
         s.task.close()
 
@@ -88,7 +88,7 @@ def generate_texts(
         TimeRemainingColumn(),
     )
     start = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("completions", total=total)
         groups = engine.generate(requests, temperature, lambda done, _: progress.update(task, completed=done))
     seconds = time.perf_counter() - start

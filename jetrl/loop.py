@@ -82,7 +82,7 @@ class Monitor(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """All that a run needs, made by `run.prepare`."""
+    """All that a run needs, made by `run.build_job`."""
 
     config: RunConfig
     exact: bool  # the flow promises equal bits
@@ -121,8 +121,11 @@ class Clock:
         return times | {"time/step": sum(self.seconds.values())}
 
 
-def train(job: Job) -> None:
-    """Run the steps that are left. Raises MismatchError, weights untouched, when an exact flow is not exact."""
+def train(job: Job) -> int:
+    """Run the steps that are left; returns the last one done, an earlier one than `config.steps` if `stopping` said so.
+
+    Raises MismatchError when an exact flow is not exact; the weights are those of the step before, and are saved first.
+    """
     config = job.config
     if job.start == 0:
         evaluate(job, 0)
@@ -132,13 +135,14 @@ def train(job: Job) -> None:
         assign_advantages(rollouts, config.rollout.group_size, config.algorithm.advantage)
         values = update(job, step, rollouts, clock)
         record(job, step, rollouts, values, clock)
-        last = step == config.steps or job.stopping()
+        last, stop = step == config.steps, job.stopping()
         if last or (config.eval.every and step % config.eval.every == 0):
             evaluate(job, step)
-        if last or (config.save_every and step % config.save_every == 0):
+        if last or stop or (config.save_every and step % config.save_every == 0):
             job.save(step)
-        if last:
-            break
+        if stop:
+            return step
+    return config.steps
 
 
 def sample_rollouts(job: Job, step: int, clock: Clock) -> list[Rollout]:
@@ -220,6 +224,8 @@ def require_exact(job: Job, step: int, rollouts: Sequence[Rollout], seen: Any) -
     job.monitor.event(step, "mismatch in an exact flow", detail)
     if job.config.on_mismatch == "stop":
         job.learner.discard()
+        if step - 1 > job.start:  # tokens are compared before a step's first update only, so these are the last step's weights
+            job.save(step - 1)
         raise MismatchError(f"step {step}: {detail} (on_mismatch=continue goes on regardless)")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.check import diagnose
-from jetrl.config import RunConfig
+from jetrl.config import RunConfig, load_config
 from jetrl.flow import Flow, build_flow, check_flow
 from jetrl.loop import Job, train
 from jetrl.model.checkpoint import load_weights
@@ -28,15 +28,21 @@ from jetrl.model.transformer import Transformer
 from jetrl.plan import BatchPlan, plan_batches
 from jetrl.report.display import Display
 from jetrl.report.page import write_report
-from jetrl.report.read import read_run, summarize
+from jetrl.report.read import CONFIG, METRICS, flatten, read_rows, read_run, summarize
 from jetrl.report.record import RunFolder, sample_row
 from jetrl.rl.types import Prompt, Rollout
 from jetrl.rollout.engine import Engine
-from jetrl.tasks import Task, build_prompts, load_task, order
-from jetrl.train.state import State, latest_checkpoint, load_state, save_state
+from jetrl.tasks import PromptCounts, Task, build_prompts, load_task, order
+from jetrl.train.state import State, checkpoint_step, latest_checkpoint, load_state, save_state
 from jetrl.train.trainer import Objective, Trainer
 
 log = logging.getLogger("jetrl")
+
+# What may change when a run goes on: how far, where, how often it saves and evaluates, and how much fits at once. The rest
+# would make one folder hold two runs.
+_MAY_CHANGE = {"steps", "folder", "save_every", "on_mismatch", "loggers", "eval.every", "optimizer.microbatch_tokens"} | {
+    f"rollout.{key}" for key in ("max_sequences", "max_batch_tokens", "cache_tokens", "block_size")
+}
 
 
 @dataclass(slots=True)
@@ -70,14 +76,20 @@ def setup(config: RunConfig) -> Setup:
     task = load_task(config.task, seed=config.seed)
     notes = [*model.notes, *(f"{count} problems left out: {why}" for why, count in task.dropped.items() if count)]
     prompts, counts = build_prompts(task, task.train, tokenizer, config.task)
+    notes += _overlong("prompts", counts, config)
     held_out: list[Prompt] = []
     longest = max(len(p.token_ids) for p in prompts)
     if config.eval.prompts:
-        held_out, _ = build_prompts(task, task.held_out[: config.eval.prompts], tokenizer, config.task)
+        if not task.held_out:
+            raise ValueError(
+                f"eval.prompts is {config.eval.prompts}, but task {task.name} has no held-out problem. Give task.eval_data, or "
+                "5 problems or more in task.data, or eval.prompts=0."
+            )
+        if len(task.held_out) < config.eval.prompts:
+            notes.append(f"eval.prompts is {config.eval.prompts}, but there are {len(task.held_out)} held-out problems only")
+        held_out, held_counts = build_prompts(task, task.held_out[: config.eval.prompts], tokenizer, config.task)
         longest = max(longest, max(len(p.token_ids) for p in held_out))
-    if counts.overlong:
-        notes.append(f"{counts.overlong} of {counts.overlong + counts.kept} prompts are longer than task.max_prompt_tokens="
-                     f"{config.task.max_prompt_tokens} (longest {counts.longest}) and left out")  # fmt: skip
+        notes += _overlong("held-out prompts", held_counts, config)
     batches = plan_batches(config, model, longest)
     return Setup(
         config,
@@ -92,6 +104,14 @@ def setup(config: RunConfig) -> Setup:
         batches,
         flow,
     )
+
+
+def _overlong(what: str, counts: PromptCounts, config: RunConfig) -> list[str]:
+    if not counts.overlong:
+        return []
+    limit = config.task.max_prompt_tokens
+    total = counts.overlong + counts.kept
+    return [f"{counts.overlong} of {total} {what} left out: over task.max_prompt_tokens={limit} (longest {counts.longest})"]
 
 
 def load_rollout_model(s: Setup) -> Transformer:
@@ -177,34 +197,69 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
     )
 
 
-def run_training(config: RunConfig, resume: bool = False) -> Path:
-    """Run a configuration to its end, or to Ctrl-C; returns the path of the report. See `setup` for the errors.
+def run_training(config: RunConfig, resume: bool = False) -> bool:
+    """Run a configuration to its end; False if a signal stopped it before. See `setup` for the errors.
 
     The first Ctrl-C (or SIGTERM) finishes the step, saves and reports; a second one stops at once.
     """
-    s = setup(config)
     run = Path(config.folder or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.flow}")
-    checkpoint = latest_checkpoint(run) if resume else None
-    resume_step = (int(checkpoint.name.rsplit("-", 1)[-1]) if checkpoint else 0) if resume else None
+    config = config.model_copy(update={"folder": str(run)})
+    checkpoint = latest_checkpoint(run)
+    if resume:
+        check_resumable(config, run)
+    elif checkpoint:
+        raise ValueError(f"the run folder {str(run)!r} already holds checkpoints. Resume it, or choose another folder=...")
+    start = checkpoint_step(checkpoint) if checkpoint else 0
+    if start >= config.steps:
+        log.warning("nothing to do: steps is %d and %s is there. Give more steps to go on.", config.steps, checkpoint)
+        return True
+    s = setup(config)
     try:
         with (
-            RunFolder(run, config, resume_step=resume_step) as folder,
+            # -1: without a checkpoint everything is done again, the evaluation before training as well.
+            RunFolder(run, config, resume_step=(start or -1) if resume else None) as folder,
             Display(config.steps, exact=s.flow.exact) as display,
             _stop_signals() as stopping,
         ):
             monitor = RunMonitor(folder, display, s.tokenizer)
-            if not resume:
-                for note in s.notes:
-                    monitor.event(0, "note", note)
+            job = build_job(s, monitor, run, resume, stopping)
+            for note in s.notes if start == 0 else []:
+                monitor.event(0, "note", note)
             try:
-                train(build_job(s, monitor, run, resume, stopping))
+                done = train(job)
             finally:
-                report = write_report([run], run / "report.html") if (run / "metrics.jsonl").stat().st_size else None
+                report = _write_report(run)
             display.final(summarize(read_run(run)), report)
     finally:
         s.task.close()
-    assert report is not None
-    return report
+    if done < config.steps:
+        log.warning("stopped after step %d of %d. Go on with: jetrl train %s --resume", done, config.steps, run / CONFIG)
+    return done == config.steps
+
+
+def check_resumable(config: RunConfig, run: Path) -> None:
+    """Raise ValueError unless `run` holds a run of this configuration, but for what may change in the middle of one."""
+    if not (run / METRICS).is_file() or not (run / CONFIG).is_file():
+        raise ValueError(f"nothing to resume in {str(run)!r}: it has no {CONFIG} and {METRICS}. Leave --resume out.")
+    before, now = (flatten(c.model_dump(mode="json")) for c in (load_config(run / CONFIG), config))
+    # The schedule is a function of all steps: with another number the learning rate would jump.
+    may_change = _MAY_CHANGE if config.optimizer.schedule == "constant" else _MAY_CHANGE - {"steps"}
+    changed = [key for key in before | now if before.get(key) != now.get(key) and key not in may_change]
+    if changed:
+        listed = ", ".join(f"{key} (was {before.get(key)!r}, now {now.get(key)!r})" for key in changed)
+        checkpoint = latest_checkpoint(run)
+        model = checkpoint / "model" if checkpoint else config.model
+        raise ValueError(
+            f"{str(run)!r} cannot go on with other settings: {listed}. Resume it with its own, jetrl train {run / CONFIG} "
+            f"--resume folder={run}, or start a new run in another folder with model={model}."
+        )
+
+
+def _write_report(run: Path) -> Path | None:
+    """The report of a run that did a step; None for one that failed before."""
+    if not any(row.get("kind") == "train" for row in read_rows(run / METRICS)):
+        return None
+    return write_report([run], run / "report.html")
 
 
 @contextmanager

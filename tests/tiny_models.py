@@ -38,7 +38,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     weights = {}
     for name, shape in parameter_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
-        width = 1.0 if name == "embed" else shape[-1] ** -0.5
+        width = 1.0 if name == "embed" and not config.tie_word_embeddings else shape[-1] ** -0.5
         value = 1.0 + 0.2 * noise if "norm" in name else (0.3 if "bias" in name else width) * noise
         weights[name] = value.to(torch.bfloat16)
     return weights

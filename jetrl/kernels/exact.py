@@ -59,7 +59,9 @@ def right_operand(w: Tensor) -> Tensor:
 
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
     """left [..., rows, K] times right [..., cols, K] transposed: float64 [..., rows, cols], exact for gridded operands."""
-    return left @ right.transpose(-1, -2)
+    product = left @ right.transpose(-1, -2)
+    # Over one element some kernels keep the sign of a zero and some start from +0; adding +0 makes all of them +0.
+    return product.add_(0.0) if left.shape[-1] == 1 else product
 
 
 def order_free_sum(x: Tensor, bits: int) -> Tensor:

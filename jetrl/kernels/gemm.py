@@ -102,7 +102,7 @@ def _block_sum(codes: Tensor, scales: Tensor, weight: Fp8Weight) -> Tensor:
     total: Tensor | None = None
     for block in range(scales.shape[1]):
         columns = slice(block * GROUP, (block + 1) * GROUP)
-        term = codes[:, columns] @ weight.decoded[:, columns].t()
+        term = exact_product(codes[:, columns], weight.decoded[:, columns])
         term.mul_(scales[:, block : block + 1]).mul_(weight.row_scales[block])
         total = term if total is None else total.add_(term)
     assert total is not None

@@ -36,10 +36,14 @@ class Leaf:
     value: Any = None  # BF16 tensor, Fp8Weight or Bf16Weight; None until the first publish
     grad: Tensor | None = None  # accumulator, set while training
 
-    def assign(self, tensor: Tensor) -> None:
-        """Publish a BF16 tensor of this leaf's shape: quantise it if the leaf is FP8."""
+    def check(self, tensor: Tensor) -> None:
+        """Raise ValueError unless `tensor` is what `assign` takes."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != torch.bfloat16:
             raise ValueError(f"{self.name}: got {tensor.dtype} {tuple(tensor.shape)}, wanted torch.bfloat16 {self.shape}")
+
+    def assign(self, tensor: Tensor) -> None:
+        """Publish a BF16 tensor of this leaf's shape: quantise it if the leaf is FP8."""
+        self.check(tensor)
         self.value = self.operand.make(tensor, self.parts) if self.operand else tensor.contiguous()
 
     def accumulate(self, gradient: Tensor) -> None:

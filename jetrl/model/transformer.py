@@ -75,13 +75,12 @@ class Transformer:
         self._cos, self._sin = angles.cos().float(), angles.sin().float()
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Publish BF16 tensors, all leaves or none: every name and shape is checked before the first is assigned."""
+        """Publish BF16 tensors, all leaves or none: every name, shape and dtype is checked before the first is assigned."""
         if weights.keys() != self.leaves.keys():
             missing, extra = self.leaves.keys() - weights.keys(), weights.keys() - self.leaves.keys()
             raise ValueError(f"weights do not fit the model: missing {sorted(missing)}, unexpected {sorted(extra)}")
         for name, leaf in self.leaves.items():
-            if tuple(weights[name].shape) != leaf.shape:
-                raise ValueError(f"{name}: got shape {tuple(weights[name].shape)}, wanted {leaf.shape}")
+            leaf.check(weights[name])
         for name, leaf in self.leaves.items():
             leaf.assign(weights[name])
 

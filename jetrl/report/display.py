@@ -126,17 +126,19 @@ class Display:
         table = Table(title="Run", show_header=False, title_justify="left")
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for name, value in _final_rows(summary, report):
+        for name, value in _final_rows(summary):
             good = value == "0.0" and summary.exact
             table.add_row(Text(name), Text(value, "green" if good else ""))
         self.console.print(table)
+        if report is not None:
+            self._print(Text(f"report: {report}"))  # below the table: a path is long, and folded it cannot be copied
 
     def _print(self, line: Text) -> None:
         # soft_wrap: a log file is not 80 columns wide, and a wrapped line is hard to search
         self.console.print(line, soft_wrap=True)
 
 
-def _final_rows(summary: Summary, report: Path | None) -> list[tuple[str, Any]]:
+def _final_rows(summary: Summary) -> list[tuple[str, Any]]:
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
 
@@ -152,4 +154,4 @@ def _final_rows(summary: Summary, report: Path | None) -> list[tuple[str, Any]]:
     ]
     if summary.skipped:
         rows.append(("skipped updates", str(summary.skipped)))
-    return rows if report is None else [*rows, ("report", str(report))]
+    return rows

@@ -89,6 +89,8 @@ class Engine:
         position) of each row of a forward and gives the recorder for it. Raises ValueError before any work for a request that
         cannot be served.
         """
+        if not 0.0 <= temperature < float("inf"):
+            raise ValueError(f"temperature is {temperature}; a finite number is wanted, 0 for greedy decoding or above")
         sequences = self._sequences(requests)
         pool = BlockPool(self.limits.cache_tokens // self.limits.block_size, self.limits.block_size)
         scheduler = Scheduler(pool, self.limits.max_sequences, self.limits.max_batch_tokens)
@@ -126,10 +128,18 @@ class Engine:
         vocabulary, positions = self.model.config.vocab_size, self.model.config.max_position_embeddings
         if not request.prompt:
             raise ValueError(f"request {number} has an empty prompt; at least one token is wanted (a BOS token, for instance)")
-        if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
-            raise ValueError(f"request {number} has a token id outside the vocabulary of {vocabulary}")
+        for token in (*request.prompt, *(t for tokens in request.forced or [] for t in tokens)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"request {number} has token id {token}, outside the vocabulary of {vocabulary}. Was the text encoded by "
+                    "another model's tokenizer?"
+                )
         if request.max_tokens < 1:
             raise ValueError(f"request {number} asks for {request.max_tokens} tokens; at least 1 is wanted")
+        if request.forced is not None and len(request.forced) != len(request.seeds):
+            raise ValueError(
+                f"request {number} forces {len(request.forced)} completions for {len(request.seeds)} seeds; want one a seed"
+            )
         if request.forced is not None and not all(request.forced):
             raise ValueError(f"request {number} forces an empty completion; at least one token is wanted")
         longest = len(request.prompt) + max([request.max_tokens, *map(len, request.forced or [])])

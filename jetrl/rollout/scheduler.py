@@ -69,14 +69,13 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         passed_over: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_sequences:
-            sequence = self.waiting.popleft()
-            if sequence.group.prefilling:
-                passed_over.append(sequence)
+            if self.waiting[0].group.prefilling:
+                passed_over.append(self.waiting.popleft())
                 continue
-            if not self._can_start(sequence, budget):
-                passed_over.append(sequence)
+            # It still waits while this is decided: its own group's kept prompt may have to be dropped for it.
+            if not self._can_start(self.waiting[0], budget):
                 break
-            budget -= self._start(sequence, plan, budget)
+            budget -= self._start(self.waiting.popleft(), plan, budget)
         self.waiting.extendleft(reversed(passed_over))
 
     def _can_start(self, sequence: Sequence, budget: int) -> bool:

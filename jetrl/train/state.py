@@ -1,7 +1,7 @@
 """Checkpoints: everything that a continued run needs to be the unbroken one, and a model that others can load.
 
     <run>/checkpoints/step-000040/
-        state.json              step, policy version, counters, flow, names of the FP8 layers, digest of the config
+        state.json              step, policy version, counters, flow, names of the FP8 layers
         masters.safetensors     FP32 masters
         optimizer.safetensors   AdamW moments
         model/                  Hugging Face folder in BF16, for `transformers`, vLLM and `jetrl eval`
@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from jetrl.model.checkpoint import save_model
 from jetrl.model.config import ModelConfig, read_json
 from jetrl.train.publish import bf16_weights, publish
 from jetrl.train.trainer import Trainer
 
-_PREFIX = "step-"
+_PREFIX, _STATE = "step-", "state.json"
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,24 +48,31 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"{_PREFIX}{step:06d}"
 
 
+def checkpoint_step(folder: Path) -> int:
+    """The step whose checkpoint a folder of `checkpoint_folder` is; -1 for any other folder and for one that is not whole."""
+    named = re.fullmatch(rf"{_PREFIX}(\d+)", folder.name)
+    return int(named[1]) if named and (folder / _STATE).is_file() else -1
+
+
 def latest_checkpoint(run: Path) -> Path | None:
     """The whole checkpoint of the latest step, if there is one."""
-    found = [p for p in (run / "checkpoints").glob(f"{_PREFIX}*") if (p / "state.json").is_file()]
-    return max(found, default=None)
+    found = [p for p in (run / "checkpoints").glob(f"{_PREFIX}*") if checkpoint_step(p) >= 0]
+    return max(found, key=checkpoint_step, default=None)
 
 
 def save_state(run: Path, trainer: Trainer, state: State, config: ModelConfig, source: Path) -> Path:
-    """Write a checkpoint; an existing one of the same step is kept as it is. `source`: the folder the model came from."""
+    """Write a checkpoint; a whole one of the same step is kept as it is. `source`: the folder the model came from."""
     folder = checkpoint_folder(run, state.step)
-    if folder.exists():
+    if checkpoint_step(folder) == state.step:
         return folder
+    shutil.rmtree(folder, ignore_errors=True)  # cut short by someone's copying: this module's own renames leave no such thing
     partial = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file({name: p.detach().contiguous() for name, p in trainer.masters.items()}, partial / "masters.safetensors")
     save_file({name: m.contiguous() for name, m in trainer.optimizer.moments().items()}, partial / "optimizer.safetensors")
     save_model(partial / "model", config, bf16_weights(trainer.masters), source)
-    (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+    (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
     os.replace(partial, folder)
     return folder
 
@@ -72,20 +82,29 @@ def load_state(folder: Path, trainer: Trainer, flow: str, fp8_layers: list[str])
 
     Raises ValueError when the checkpoint is of another flow, another set of FP8 layers or another model.
     """
-    state = State(**read_json(folder / "state.json"))
+    state = State(**read_json(folder / _STATE))
     if state.flow != flow or state.fp8_layers != fp8_layers:
         raise ValueError(
             f"{folder} was made in flow {state.flow!r} with {len(state.fp8_layers)} FP8 layers, but the run has flow {flow!r} "
             f"with {len(fp8_layers)}. Resume with the run's own config, or start a new run from {folder / 'model'}."
         )
-    masters = load_file(folder / "masters.safetensors")
+    masters, moments = (_read(folder / f"{name}.safetensors") for name in ("masters", "optimizer"))
     shapes = {name: tuple(p.shape) for name, p in masters.items()}
     wanted = {name: tuple(p.shape) for name, p in trainer.masters.items()}
     if shapes != wanted:
         raise ValueError(f"{folder} holds another model: its {len(shapes)} masters do not fit the {len(wanted)} of this one")
     for name, tensor in masters.items():
         trainer.masters[name].data.copy_(tensor)
-    trainer.optimizer.restore(load_file(folder / "optimizer.safetensors"), state.optimizer_steps, state.skipped_steps)
+    trainer.optimizer.restore(moments, state.optimizer_steps, state.skipped_steps)
     trainer.policy_version = state.policy_version
     publish(trainer.masters, trainer.published_models)
     return state
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{file} is missing or broken ({error}). Remove {file.parent} to resume from the checkpoint before it."
+        ) from None
