@@ -233,7 +233,10 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def build_optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the embedding and the head: here it needs a third of AdamW's steps. AdamW for the rest."""
+    """Muon for the matrices between the embedding and the head, AdamW for the rest.
+
+    After 500 steps the loss was 0.82, with AdamW alone (rate 3e-3) 1.29; one run and one rate each, neither tuned.
+    """
     named = list(model.named_parameters())
     inner = [p for name, p in named if p.ndim == 2 and "embed_tokens" not in name]
     outer = [p for name, p in named if p.ndim != 2 or "embed_tokens" in name]

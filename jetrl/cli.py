@@ -179,8 +179,9 @@ def check(
     transformer.load(load_weights(source, config))
     results = check_model(transformer, tokens, seed)
     table = Table(title=f"{source.name}, flow {flow}", title_justify="left")
-    for column, justify in (("claim", "left"), ("rows", "right"), ("tensors", "right"), ("differing rows", "right")):
-        table.add_column(column, justify=justify)
+    table.add_column("claim")
+    for column in ("rows", "tensors", "differing rows"):
+        table.add_column(column, justify="right")
     for r in results:
         style = "green" if r.differing == 0 else "bold red"
         table.add_row(r.name, str(r.rows), str(r.tensors), f"[{style}]{r.differing}[/]")

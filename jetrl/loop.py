@@ -224,6 +224,7 @@ def require_exact(job: Job, step: int, rollouts: Sequence[Rollout], seen: Any) -
     job.monitor.event(step, "mismatch in an exact flow", detail)
     if job.config.on_mismatch == "stop":
         job.learner.discard()
+        job.monitor.train(step, seen.mismatch.finish())  # else the record of a run that failed its proof would show zeros alone
         if step - 1 > job.start:  # tokens are compared before a step's first update only, so these are the last step's weights
             job.save(step - 1)
         raise MismatchError(f"step {step}: {detail} (on_mismatch=continue goes on regardless)")

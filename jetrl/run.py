@@ -138,7 +138,7 @@ class RunMonitor:
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
         self.folder.samples(
-            sample_row(r, step, [self._tokenizer.decode([t]) for t in r.completion.token_ids]) for r in rollouts
+            sample_row(r, step, [str(self._tokenizer.decode([t])) for t in r.completion.token_ids]) for r in rollouts
         )
 
     def phase(self, name: str) -> None:

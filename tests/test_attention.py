@@ -88,11 +88,11 @@ def test_packed_equals_alone(heads: int, kv_heads: int, dim: int) -> None:
     q, k, v = operands(sum(LENGTHS), heads, kv_heads, dim)
     packed = attention(q, k, v, PackedContext.of(LENGTHS).layout)
     sequences = zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)
-    alone = [attention(*parts, single(len(parts[0]), len(parts[0]))) for parts in sequences]
+    alone = [attention(a, b, c, single(len(a), len(a))) for a, b, c in sequences]
     assert same_bits(packed, torch.cat(alone))
     order = [4, 1, 5, 0, 3, 2]
-    shuffled = [torch.cat([x.split(LENGTHS)[i] for i in order]) for x in (q, k, v)]
-    seen = attention(*shuffled, PackedContext.of([LENGTHS[i] for i in order]).layout)
+    q, k, v = (torch.cat([x.split(LENGTHS)[i] for i in order]) for x in (q, k, v))
+    seen = attention(q, k, v, PackedContext.of([LENGTHS[i] for i in order]).layout)
     assert same_bits(seen, torch.cat([alone[i] for i in order]))
 
 
@@ -136,7 +136,8 @@ def cache_of(lengths: list[int], size: int, kv_heads: int, dim: int, garbage: fl
     """A cache full of garbage and block tables in shuffled order, padded with a block of another sequence."""
     needed = [-(-n // size) for n in lengths]
     cache = KVCache.allocate(1, sum(needed) + 3, size, kv_heads, dim)
-    cache.keys.fill_(garbage), cache.values.fill_(garbage)
+    for tensor in (cache.keys, cache.values):
+        tensor.fill_(garbage)
     blocks = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(5))
     tables = blocks[-1].repeat(len(lengths), max(needed))
     for row, part in enumerate(blocks[: sum(needed)].split(needed)):

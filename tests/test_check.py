@@ -23,7 +23,7 @@ CLAIMS = 11
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact_in_both_flows(family: str, flow: Any) -> None:
     results = check_model(
-        tiny_model(family, flow), 512 if family == "qwen2" else 64, temperature=1.3 if flow == "bf16" else 0.7
+        tiny_model(family, flow), 512 if (family, flow) == ("qwen2", "fp8") else 64, temperature=1.3 if flow == "bf16" else 0.7
     )
     assert len(results) == len({r.name for r in results}) == CLAIMS
     for result in results:
@@ -34,7 +34,7 @@ def test_every_family_is_exact_in_both_flows(family: str, flow: Any) -> None:
     assert {r.tensors for r in forward} == {2 + 2 * 9}  # embed and final norm; nine operators a layer
 
 
-@pytest.mark.parametrize(("tokens", "positions"), [(8, 512), (64, 512), (512, 512), (2048, 2048), (512, 32), (512, 9)])
+@pytest.mark.parametrize(("tokens", "positions"), [(8, 512), (64, 512), (512, 512), (1024, 2048), (512, 32), (512, 9)])
 def test_the_random_case_covers_what_the_claims_need(tokens: int, positions: int) -> None:
     model = tiny_model("mistral", "bf16", num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, head_dim=8,
                        max_position_embeddings=positions)  # fmt: skip
@@ -109,12 +109,13 @@ def test_compare_leaves_out_rows_that_one_side_lacks_and_refuses_to_compare_noth
 def test_bits_are_compared_and_not_values(dtype: torch.dtype) -> None:
     nan = torch.full((5, 1), torch.nan, dtype=dtype)
     zeros = torch.zeros(5, 1, dtype=dtype)
+    other_nan = (nan.view(torch.int32 if dtype == torch.float32 else torch.int16) + 1).view(dtype)
 
     def differing(a: Tensor, b: Tensor) -> int:
         return recorded({"x": a}, [2, 3], ALL).compare(recorded({"x": b}, [2, 3], ALL), "c").differing
 
     assert differing(nan, nan.clone()) == 0
-    assert differing(nan, -nan) == 5  # another NaN
+    assert differing(nan, other_nan) == 5
     assert differing(nan, zeros) == 5
     assert differing(zeros, -zeros) == 5  # 0.0 == -0.0, but not as bytes
 

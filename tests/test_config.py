@@ -19,7 +19,7 @@ def _load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
 
 
 def _refused(tmp_path: Path, text: str, *overrides: str) -> str:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r"\S") as caught:
         _load(tmp_path, text, *overrides)
     return str(caught.value)
 

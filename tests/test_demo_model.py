@@ -102,8 +102,8 @@ def test_corpus_is_deterministic_and_holds_out_a_tenth(script: ModuleType) -> No
 
 
 def test_greedy_answers(script: ModuleType, model, tokenizer) -> None:
-    """Of 64 held-out problems of up to two digits, most are right without sampling noise."""
+    """Without sampling noise most of 64 held-out two-digit problems are right (0.92 of 512 when the model was made)."""
     problems = [p for op in "+-" for p in script.held_out_questions(op, (2, 2), 32)]
     texts = script.complete(model, tokenizer, [question for question, _ in problems], 0.0)
     right = [script.answer_of(text) == answer for text, (_, answer) in zip(texts, problems, strict=True)]
-    assert sum(right) / len(right) >= 0.5
+    assert sum(right) / len(right) >= 0.8

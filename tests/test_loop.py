@@ -218,8 +218,9 @@ def test_a_mismatch_stops_an_exact_run_before_the_weights_change() -> None:
     w = world(5, mismatch_at=2, tree={"save_every": 100})
     with pytest.raises(MismatchError, match=r"step 3.*token 2 of group 0.*on_mismatch=continue"):
         train(w.job())
-    assert w.log[-3:] == ["accumulate 8", "discard", ("save", 2)]  # what two steps have made is not lost
-    assert w.policy_version == 2 and list(w.train_rows) == [1, 2]
+    assert w.log[-4:] == ["accumulate 8", "discard", "row 3", ("save", 2)]  # what two steps have made is not lost
+    assert w.policy_version == 2 and list(w.train_rows) == [1, 2, 3]
+    assert (w.train_rows[3]["logprob_diff/max"], w.train_rows[3]["token_diff/tokens"]) == (0.5, 12.0)
     ((step, event, detail),) = w.events
     assert (step, event) == (3, "mismatch in an exact flow")
     assert "1 of 12 tokens differ" in detail and "0.5" in detail and "token 2 of group 0" in detail
@@ -230,7 +231,7 @@ def test_a_mismatch_in_the_first_step_saves_nothing() -> None:
         w = world(5, mismatch_at=0)
         with pytest.raises(MismatchError):
             train(w.job(start))
-        assert w.log[-1] == "discard" and not w.train_rows
+        assert w.log[-2:] == ["discard", f"row {start + 1}"]
 
 
 def test_on_mismatch_continue_says_so_and_goes_on() -> None:

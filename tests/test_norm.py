@@ -85,8 +85,8 @@ def test_silu_mul_tells_gate_from_up() -> None:
 def test_rotary_values(heads: int, dim: int) -> None:
     x, (cos, sin) = noise(50, heads, dim), tables(50, dim)
     wide = x.double().transpose(0, 1).unsqueeze(0)
-    full = [torch.cat((t, t), -1).double().unsqueeze(0) for t in (cos, sin)]
-    wanted = apply_rotary_pos_emb(wide, wide, *full)[0][0].transpose(0, 1)
+    cos2, sin2 = (torch.cat((t, t), -1).unsqueeze(0) for t in (cos, sin))
+    wanted = apply_rotary_pos_emb(wide, wide, cos2.double(), sin2.double())[0][0].transpose(0, 1)
     seen = norm.rotary(x, cos, sin)
     # a cos - b sin may cancel: FP32 products err by 2^-24 of their size.
     sizes = torch.hypot(*x.double().chunk(2, -1)).repeat(1, 1, 2)
@@ -94,8 +94,7 @@ def test_rotary_values(heads: int, dim: int) -> None:
     assert ((seen.double() - wanted).abs() <= half_ulp * 1.001 + 2.0**-22 * sizes).all()
     assert same_bits(seen[0], x[0])  # position 0 does not turn
     assert not torch.equal(seen[5], x[5])
-    cos16, sin16 = (torch.cat((t, t), -1).unsqueeze(0) for t in (cos, sin))
-    theirs = apply_rotary_pos_emb(x.float().transpose(0, 1)[None], x.float().transpose(0, 1)[None], cos16, sin16)[0]
+    theirs = apply_rotary_pos_emb(wide.float(), wide.float(), cos2, sin2)[0]
     assert torch.equal(seen, theirs[0].transpose(0, 1).bfloat16())  # one by one the same FP32 steps
 
 

@@ -231,7 +231,8 @@ def paged_traces(model: Transformer, ids: Tensor, prefix: list[int]) -> dict[str
     size, parts, config = 4, ids.split(LENGTHS), model.config
     needed = [-(-n // size) for n in LENGTHS]
     cache = KVCache.allocate(config.num_layers, sum(needed), size, config.num_kv_heads, config.head_dim)
-    cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
+    for tensor in (cache.keys, cache.values):
+        tensor.fill_(torch.nan)
     tables = torch.zeros(len(LENGTHS), max(needed), dtype=torch.int64)
     for row, blocks in enumerate(torch.randperm(sum(needed), generator=torch.Generator().manual_seed(5)).split(needed)):
         tables[row, : len(blocks)] = blocks

@@ -38,6 +38,9 @@ def odd(question, completion, answer):
     if n % 3 == 0:
         raise KeyError("no such key")
     return None if n % 3 == 1 else float("nan")
+
+def huge(question, completion, answer):
+    return 1e31
 """
 
 

@@ -9,8 +9,8 @@ Method, for the query at position t with keys 0..t, d = head dimension:
     p[j] = exp(s[j] - max s)            float64
     out  = bf16( sum_j p[j] v[j]  /  sum_j p[j] )       both sums free of order (see `exact`)
 
-For sum p v to be exact the grid of p[j] follows v[j]'s size: p[j] 2^e[j] lies on the grid of its row, v[j] 2^-e[j] on its
-own, where 2^e[j] bounds v[j]. Keys that a query must not see weigh exactly 0, so padding and batching change no bit.
+For sum p v to be exact the grid of p[j] follows v[j]'s size: p[j] 2^e[j] is rounded to the grid of its row, then divided by
+2^e[j] again, where 2^e[j] bounds v[j]. Keys that a query must not see weigh exactly 0, so padding and batching change no bit.
 
 Layout: a `Layout` lists buckets of sequences of similar length. Queries are rows of a flat [T, heads, D] tensor. Keys and
 values are rows of a flat [R, kv_heads, D] tensor: the packed tokens in training, the slots of the paged cache in the
@@ -35,7 +35,7 @@ _VALUE_BITS = 16
 _WEIGHT_BITS = 20
 _SUM_BITS = 36
 MAX_KEYS = 1 << 17  # 16 + 20 + 17 = 53 bits
-_CHUNK_SCORES = 1 << 22  # scores held at once: 32 MB in float64
+_CHUNK_SCORES = 1 << 18  # scores held at once: 2 MB in float64
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,8 +81,10 @@ def _chunks(bucket: Bucket, heads: int) -> list[Bucket]:
 
 
 def _heads_first(x: Tensor, index: Tensor) -> Tensor:
-    """Rows `index` [S, L] of x [R, heads, D], as float64 [S, heads, L, D]."""
-    return x[index].transpose(1, 2).double()
+    """Rows `index` [S, L] of x [R, heads, D], as float64 [S, heads, L, D]; contiguous, as `bmm` would copy it otherwise."""
+    heads, dim = x.shape[1:]
+    flat = index.unsqueeze(1) * heads + torch.arange(heads).view(-1, 1)
+    return x.reshape(-1, dim).index_select(0, flat.view(-1)).double().view(*flat.shape, dim)
 
 
 @dataclass(slots=True)
@@ -117,22 +119,22 @@ def _weights(x: _Operands) -> Tensor:
     scores.masked_fill_(x.hidden, -torch.inf)
     # A padding query sees no key at all; its maximum of -inf would make NaN of what is thrown away anyway.
     largest = scores.amax(-1, keepdim=True).clamp_(min=-1e300)
-    return torch.exp(scores.sub_(largest))
+    return scores.sub_(largest).exp_()
 
 
 def _attend(x: _Operands) -> Tensor:
     weights = _weights(x)
     total = order_free_sum(weights, _SUM_BITS)
     bound = power_above(x.v.abs().amax(-1)).unsqueeze(-2)
-    weighted = to_grid(weights.mul_(bound), _WEIGHT_BITS)
-    return (weighted @ (x.v / bound.transpose(-1, -2))).div_(total)
+    weighted = to_grid(weights.mul_(bound), _WEIGHT_BITS).mul_(torch.ones_like(bound).div_(bound))
+    return (weighted @ x.v).div_(total)
 
 
 def _rows(x: Tensor, chunk: Bucket, groups: int) -> tuple[Tensor, Tensor]:
-    """Undo the grouping: valid query rows [n] and their values [n, heads, D] of x [S, kv_heads, G * Q, D]."""
+    """Undo the grouping: valid query rows [n] and their values, BF16 [n, heads, D], of x [S, kv_heads, G * Q, D]."""
     sequences, kv_heads, _, dim = x.shape
     queries = chunk.query_index.shape[1]
-    per_head = x.view(sequences, kv_heads * groups, queries, dim).transpose(1, 2)
+    per_head = x.to(torch.bfloat16).view(sequences, kv_heads * groups, queries, dim).transpose(1, 2)
     valid = chunk.query_position >= 0
     return chunk.query_index[valid], per_head[valid]
 
@@ -145,7 +147,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor
         for chunk in _chunks(bucket, q.shape[1]):
             operands = _operands(chunk, q, keys, values)
             index, rows = _rows(_attend(operands), chunk, operands.groups)
-            out[index] = rows.to(torch.bfloat16)
+            out[index] = rows
     return out
 
 
@@ -161,12 +163,12 @@ def attention_grad(dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, layout
         for chunk in _chunks(bucket, q.shape[1]):
             x = _operands(chunk, q, keys, values)
             weights = _weights(x)
-            p = weights / weights.sum(-1, keepdim=True).clamp_(min=1.0)
+            p = weights.div_(weights.sum(-1, keepdim=True).clamp_(min=1.0))
             do = _heads_first(dout, chunk.query_index).reshape(x.q.shape)
             dp = do @ x.v.transpose(-1, -2)
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+            ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p).mul_(scale)
             index, rows = _rows(ds @ x.k, chunk, x.groups)
-            dq[index] = rows.to(torch.bfloat16)
+            dq[index] = rows
             flat = chunk.key_index.reshape(-1)
             for total, part in ((dk, ds.transpose(-1, -2) @ x.q), (dv, p.transpose(-1, -2) @ do)):
                 total.index_add_(0, flat, part.transpose(1, 2).reshape(-1, *total.shape[1:]))

@@ -71,4 +71,4 @@ def order_free_sum(x: Tensor, bits: int) -> Tensor:
     """
     assert x.shape[-1] <= 1 << (MANTISSA - bits), (x.shape, bits)
     magic = 1.5 * 2.0 ** (_EXPONENT_SHIFT - bits)
-    return ((x + magic) - magic).sum(-1, keepdim=True)
+    return (x + magic).sub_(magic).sum(-1, keepdim=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from jetrl.kernels import quant
 from jetrl.kernels.exact import exact_product, left_operand, right_operand
+from jetrl.kernels.memory import row_chunks
 from jetrl.kernels.quant import GROUP, Quantized, TokenGroups
 
 _CHUNK_ELEMENTS = 1 << 18  # output elements computed together: a float64 chunk of 2 MB stays in a core's cache
@@ -78,21 +79,19 @@ Weight = Fp8Weight | Bf16Weight
 
 def _row_chunks(x: Tensor) -> list[slice]:
     """Slices of rows whose float64 copy stays in cache: large temporaries cost more in page faults than in arithmetic."""
-    step = max(64, _CHUNK_ELEMENTS // x.shape[1])
-    return [slice(first, first + step) for first in range(0, x.shape[0], step)]
+    return row_chunks(*x.shape, elements=_CHUNK_ELEMENTS)
 
 
 def forward(x: Tensor, weight: Weight) -> Tensor:
     """y = x W^T. x: BF16 [M, K]. Returns BF16 [M, N], rows independent of M."""
-    if isinstance(weight, Bf16Weight):
-        return exact_product(left_operand(x), weight.gridded).to(torch.bfloat16)
-    return _forward_fp8(quant.quantize_rows(x), weight)
-
-
-def _forward_fp8(x: Quantized, weight: Fp8Weight) -> Tensor:
-    y = torch.empty(x.codes.shape[0], weight.decoded.shape[0], dtype=torch.bfloat16)
+    rows = weight.gridded.shape[0] if isinstance(weight, Bf16Weight) else weight.decoded.shape[0]
+    y = torch.empty(x.shape[0], rows, dtype=torch.bfloat16)
     for part in _row_chunks(y):
-        y[part] = _block_sum(quant.decode(x.codes[part]), x.scales[part].double(), weight)
+        if isinstance(weight, Bf16Weight):
+            y[part] = exact_product(left_operand(x[part]), weight.gridded)
+        else:
+            quantized = quant.quantize_rows(x[part])
+            y[part] = _block_sum(quant.decode(quantized.codes), quantized.scales.double(), weight)
     return y
 
 
@@ -116,7 +115,7 @@ def grad_input(dy: Tensor, weight: Weight) -> Tensor:
     dx = torch.empty(dy.shape[0], right.shape[1], dtype=torch.bfloat16)
     for part in _row_chunks(dy):
         left = dy[part].double() if quantized is None else quant.dequantize_rows(quantized, part)
-        dx[part] = (left @ right).to(torch.bfloat16)
+        dx[part] = left @ right
     return dx
 
 

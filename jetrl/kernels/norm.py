@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.exact import to_grid
+from jetrl.kernels.memory import row_chunks
 
 _SQUARE_BITS = 19  # squares of 19-bit numbers: 2^15 of them sum exactly in float64
 
@@ -37,8 +38,12 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension. x: BF16 [..., H]; weight: BF16 [H]. Returns BF16 [..., H]."""
-    wide = x.double()
-    return (wide * _inverse_rms(wide, eps) * weight.double()).to(torch.bfloat16)
+    rows, wide_weight = x.reshape(-1, x.shape[-1]), weight.double()
+    y = torch.empty_like(rows)
+    for part in row_chunks(*rows.shape):
+        wide = rows[part].double()
+        y[part] = wide.mul_(_inverse_rms(wide, eps)).mul_(wide_weight)
+    return y.view(x.shape)
 
 
 def rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -46,9 +51,10 @@ def rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Te
     wide, dwide = x.double(), dy.double()
     inverse = _inverse_rms(wide, eps)
     unit = wide * inverse
-    scaled = dwide * weight.double()
-    dx = (scaled - unit * (scaled * unit).mean(-1, keepdim=True)) * inverse
-    return dx.to(torch.bfloat16), (dwide * unit).reshape(-1, x.shape[-1]).sum(0)
+    dweight = (dwide * unit).reshape(-1, x.shape[-1]).sum(0)
+    scaled = dwide.mul_(weight.double())
+    dx = scaled.sub_(unit.mul_((scaled * unit).mean(-1, keepdim=True))).mul_(inverse)
+    return dx.to(torch.bfloat16), dweight
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,16 +72,23 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SiLU(gate) * up. gate_up: BF16 [T, 2 F], gate first. Returns BF16 [T, F]."""
-    gate, up = gate_up.float().chunk(2, -1)
-    denominator = torch.exp(-gate).add_(1.0)
-    return (gate / denominator).mul_(up).to(torch.bfloat16)
+    y = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=torch.bfloat16)
+    for part in row_chunks(*y.shape):
+        gate, up = (half.float() for half in gate_up[part].chunk(2, -1))
+        denominator = gate.neg().exp_().add_(1.0)
+        y[part] = gate.div_(denominator).mul_(up)
+    return y
 
 
 def silu_mul_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of `silu_mul`. dy: BF16 [T, F]. Returns BF16 [T, 2 F]."""
-    gate, up = gate_up.float().chunk(2, -1)
-    dy = dy.float()
-    sigmoid = torch.ones_like(gate) / torch.exp(-gate).add_(1.0)
-    silu = gate * sigmoid
-    dgate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
-    return torch.cat((dgate, dy * silu), -1).to(torch.bfloat16)
+    dgate_up = torch.empty_like(gate_up)
+    for part in row_chunks(*dy.shape):
+        gate, up = (half.float() for half in gate_up[part].chunk(2, -1))
+        dgate, dup = dgate_up[part].chunk(2, -1)
+        wide = dy[part].float()
+        sigmoid = torch.ones_like(gate).div_(gate.neg().exp_().add_(1.0))
+        silu = gate.mul_(sigmoid)
+        dup.copy_(wide * silu)
+        dgate.copy_(wide.mul_(up).mul_(sigmoid.add_(silu.mul_(1.0 - sigmoid))))
+    return dgate_up

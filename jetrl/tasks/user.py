@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from jetrl.tasks.answers import last_boxed
 from jetrl.tasks.base import HELD_OUT_SIZE, Task, Wording, at_least, generate, judge_each, make_problem, read_options
 from jetrl.tasks.data import DATA_OPTIONS, load_problems
 
+LARGEST = 1e30  # advantages are float32
 CORRECT_AT = 1.0  # default of option correct_at: rewards from here up count as correct
 
 
@@ -40,8 +40,8 @@ def reward_grade(function: Callable[..., Any], correct_at: float, *args: Any, **
         value, error = guarded(float, value)
     if error is not None:
         return Grade(0.0, False, error=f"the reward raised {type(error).__name__}: {str(error)[:200]}")
-    if not isinstance(value, float) or not math.isfinite(value):
-        return Grade(0.0, False, error=f"the reward returned {repr(value)[:80]}; a finite number is wanted")
+    if not isinstance(value, float) or not abs(value) <= LARGEST:  # not: so that NaN is caught
+        return Grade(0.0, False, error=f"the reward returned {repr(value)[:80]}; a number within +-{LARGEST:g} is wanted")
     return Grade(value, value >= correct_at)
 
 
