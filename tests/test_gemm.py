@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.kernels import gemm
+from jetrl.kernels import gemm, quant
 from jetrl.kernels.gemm import Bf16Weight, Fp8Weight, Weight
 from jetrl.kernels.quant import TokenGroups, token_groups
 from jetrl.model import linear as ops
@@ -70,6 +70,9 @@ def test_fp8_forward_is_the_formula_to_the_bit(n: int, k: int, parts: tuple[int,
                 terms.append(dot * float(x_scales[m, block]) * float(w_scales[block_of_row[row], block]))
             wanted[m, row] = sum(terms[1:], terms[0])
     weight = Fp8Weight.make(w, parts)
+    quantized = quant.quantize_rows(x)
+    before_rounding = gemm._block_sum(quant.decode(quantized.codes), quantized.scales.double(), weight)
+    assert torch.equal(before_rounding, wanted)
     assert torch.equal(gemm.forward(x, weight), wanted.to(torch.bfloat16))
     assert torch.equal(weight.dequantized(), dequantized_weight(w, parts))
 

@@ -263,12 +263,12 @@ MUTATIONS: dict[str, Mutation] = {
     "bias added before the rounding": Mutation(linear, "_linear", _bias_before_rounding, "layers.0.qkv"),
     "rms_norm: float32 mean": Mutation(norm, "rms_norm", _float32_mean, "layers.0.input_norm", sensitive_embeddings),
     "input_norm: two roundings": Mutation(norm, "rms_norm", rounding_in("layers.1.input_norm"), "layers.1.input_norm"),
-    "post_norm: two roundings": Mutation(norm, "rms_norm", rounding_in("layers.1.post_norm"), "layers.1.gate_up"),
+    "post_norm: two roundings": Mutation(norm, "rms_norm", rounding_in("layers.1.post_norm"), "layers.1.post_norm"),
     "q_norm: two roundings": Mutation(
         norm, "rms_norm", rounding_in("layers.1.q_norm"), "layers.1.query", lambda: model_of("qwen3")
     ),
     "k_norm: two roundings": Mutation(
-        norm, "rms_norm", rounding_in("layers.0.k_norm"), "layers.0.attention", lambda: model_of("qwen3")
+        norm, "rms_norm", rounding_in("layers.0.k_norm"), "layers.0.keys", lambda: model_of("qwen3")
     ),
     "final norm: two roundings": Mutation(norm, "rms_norm", rounding_in("final_norm"), "final_norm"),
     "rotary: BF16 tables": Mutation(
@@ -276,9 +276,9 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "rotary: rounded before the sum": Mutation(norm, "rotary", _swapped_rounding, "layers.0.query"),
     "silu_mul: torch silu in BF16": Mutation(norm, "silu_mul", _bf16_silu, "layers.0.silu_mul"),
-    "residual: truncated": Mutation(norm, "add", _truncated_add, "layers.0.gate_up"),
-    "prepare: keys on 23 bits": Mutation(attention, "prepare", _grid(23, 16), "layers.0.attention", small_keys),
-    "prepare: values on 15 bits": Mutation(attention, "prepare", _grid(24, 15), ANY_LAYER + "attention", prompt=300),
+    "residual: truncated": Mutation(norm, "add", _truncated_add, "layers.0.residual"),
+    "prepare: keys on 23 bits": Mutation(attention, "prepare", _grid(23, 16), "layers.0.keys", small_keys),
+    "prepare: values on 15 bits": Mutation(attention, "prepare", _grid(24, 15), ANY_LAYER + "values", prompt=300),
     "cache: keys and values in E4M3": Mutation(PagedContext, "keys_values", _rounded_cache, "layers.0.attention"),
     "attention: exp in float32": Mutation(
         attention,

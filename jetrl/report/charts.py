@@ -58,7 +58,7 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
     step = next(m for m in (1, 2, 5, 10) if m * power >= raw * 0.999) * power
     step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]  # 3 * 0.1 is 0.3, and a step of 1e-18 stays one
 
 
 def tick_label(value: float) -> str:
