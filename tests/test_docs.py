@@ -114,17 +114,17 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name}: {target} has no such heading"
 
 
-# What a run or a reader makes, and no checkout holds.
+# Files and folders that a run or a reader makes, and no checkout holds; path.py stands for a reader's file.
 MADE = re.compile(
-    r"(runs|data|models|RUN|checkpoints|my_folder)/|.*(metrics|samples)\.jsonl$|.*(config\.json|report\.html|state\.json)$"
-    r"|.*\.safetensors(\.index\.json)?$|config\.yaml$|my_.*|.*config\.json|page\.html$|fp8\.svg$|benchmarks/.*"
+    r"(runs|data|models|RUN|checkpoints|step-\d+|benchmarks)/|(config\.yaml|report\.html|state\.json|path\.py|fp8\.svg)$"
+    r"|(metrics|samples)\.jsonl$|(generation_|tokenizer_)?config\.json$|.*\.safetensors"
 )
 PATH = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|jsonl|json|lock|svg|png|toml|html)\b|(?:[\w-]+/)+(?=[\s`,;)]|$)")
 
 
 def exists(path: str) -> bool:
-    """In the repository, in the package, in docs/, or as a file in one of its rooms."""
-    places = [ROOT / path, ROOT / "jetrl" / path, ROOT / "docs" / path]
+    """In the repository, its package, docs/, configs/ or tests/, or as a file in one of the package's rooms."""
+    places = [ROOT / room / path for room in (".", "jetrl", "docs", "configs", "tests")]
     return any(p.exists() for p in places) or ("/" not in path and any((ROOT / "jetrl").glob(f"*/{path}")))
 
 
@@ -172,7 +172,9 @@ def test_commands_exist(page: Path) -> None:
 def test_make_targets_and_extras_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    extras = set(re.findall(r"^([\w-]+) = \[", project.split("[project.optional-dependencies]")[1].split("\n[")[0], re.MULTILINE))
+    extras = set(
+        re.findall(r"^([\w-]+) = \[", project.split("[project.optional-dependencies]")[1].split("\n[")[0], re.MULTILINE)
+    )
     for line in code(page):
         for target in re.findall(r"\bmake ([a-z]+)\b", line):
             assert target in targets, f"{page.name}: make {target}"
@@ -194,16 +196,21 @@ def test_lines_fit(page: Path) -> None:
 
 def test_readme_is_one_screen_and_its_config_is_the_quickstart() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 95
+    assert f"[{len(known_keys())} keys](docs/configuration.md)" in text
     shown = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    quickstart = [line for line in (ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    quickstart = [
+        line for line in (ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8").splitlines() if line[0] != "#"
+    ]
     assert shown[0].splitlines() == quickstart
     assert len(quickstart) <= 20
 
 
 def test_yaml_in_docs_loads(tmp_path: Path) -> None:
     for page in PAGES:
-        for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)):
+        for number, text in enumerate(
+            re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        ):
             file = tmp_path / f"{page.stem}-{number}.yaml"
             file.write_text(text, encoding="utf-8")
             load_config(file)
@@ -219,8 +226,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models")
     save_random_model(folder / "model", "qwen2", max_position_embeddings=4096)
-    for split, first in (("train", 0), ("test", 100)):
-        rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(first, first + 20)]
+    for split, first in (("train", 0), ("test", 1000)):
+        rows = [
+            {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(first, first + 300)
+        ]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder
 
@@ -232,9 +241,11 @@ def test_config_passes_a_dry_run(file: Path, models: Path, monkeypatch: pytest.M
     monkeypatch.chdir(ROOT)
     config = load_config(file)
     overrides = [] if config.model == "demo" else [f"model={models / 'model'}"]
-    if config.task.data and config.task.data.startswith("data/"):
+    if config.task.data is None:
+        overrides.append("task.options.train_size=200")
+    elif config.task.data.startswith("data/"):
         overrides += [f"task.data={models / 'train.jsonl'}", f"task.eval_data={models / 'test.jsonl'}"]
-    s = setup(load_config(file, [*overrides, "task.options.train_size=200"] if "gsm8k" not in file.stem and not config.task.data else overrides))
+    s = setup(load_config(file, overrides))
     s.task.close()
     assert s.prompts and s.held_out
     assert s.flow.exact == (config.flow != "fp8_rollout")

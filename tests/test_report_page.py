@@ -258,6 +258,13 @@ def test_thinning_keeps_the_extremes_and_what_is_not_finite() -> None:
     assert kept == sorted(kept, key=lambda p: p[0])
 
 
+@pytest.mark.parametrize("values", [(0.0, -1.4e-17), (-2e-18, 1e-18), (1.0, 1.0 + 2e-16), (0.0, 0.0)])
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_a_chart_of_values_that_rounding_made_differ_has_an_axis(values: tuple[float, float], from_zero: bool) -> None:
+    points = [(step, value) for step, value in enumerate(values, 1)]
+    assert "<svg" in line_chart([Series("loss", 0, points)], "Policy loss", from_zero=from_zero)
+
+
 def test_ticks_are_round_and_span_the_data() -> None:
     for low, high in ((0.0, 0.73), (-0.02, 0.031), (5, 5), (0, 123456), (1e-9, 3e-9)):
         marks = ticks(low, high)

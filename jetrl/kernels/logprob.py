@@ -45,7 +45,7 @@ class Distribution:
 
     def entropy(self) -> Tensor:
         """Entropy of each row in nats, float64 [R]."""
-        mean = (self.weights * (self.logits.double() - self.shift)).sum(1) / self.log_sum.squeeze(1).exp()
+        mean = self.logits.double().sub_(self.shift).mul_(self.weights).sum(1) / self.log_sum.squeeze(1).exp()
         return self.log_sum.squeeze(1) - mean
 
 
@@ -54,7 +54,7 @@ def distribution(hidden: Tensor, head: Bf16Weight, temperature: float) -> Distri
     logits = exact_product(left_operand(hidden), head.gridded).float().div_(temperature)
     wide = logits.double()
     shift = wide.amax(1, keepdim=True)
-    weights = torch.exp(wide.sub_(shift))
+    weights = wide.sub_(shift).exp_()
     return Distribution(logits, weights, shift, torch.log(order_free_sum(weights, _GRID_BITS)))
 
 
@@ -83,13 +83,14 @@ def chosen_logprobs_grad(
     """
     dhidden = torch.zeros_like(hidden)
     active = dlogprobs.nonzero().squeeze(1)
+    wide_head = head.value.double()
     for part in _chunks(len(active), head.value.shape[0]):
         index = active[part]
         rows = distribution(hidden[index], head, temperature)
         scale = (dlogprobs[index].double() / temperature).unsqueeze(1)
         dlogits = rows.weights.mul_(-scale / rows.log_sum.exp())
         dlogits.scatter_add_(1, tokens[index].unsqueeze(1), scale)
-        dhidden[index] = (dlogits @ head.value.double()).to(torch.bfloat16)
+        dhidden[index] = (dlogits @ wide_head).to(torch.bfloat16)
         if accumulator is not None:
             accumulator.add_((dlogits.t() @ hidden[index].double()).to(accumulator.dtype))
     return dhidden

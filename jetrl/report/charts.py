@@ -50,7 +50,7 @@ def thin(points: list[Point], longest: int = _LONGEST) -> list[Point]:
 
 def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) that span low..high; integers if `whole`."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal, or nearly: steps that small would round to nothing
         pad = abs(low) * 0.1 or (1.0 if whole else 0.1)
         low, high = low - pad, high + pad
     raw = (high - low) / count
