@@ -69,8 +69,26 @@ def test_prepare_stays_within_the_grid_and_is_done_once() -> None:
     assert keys.dtype == values.dtype == torch.bfloat16
     for seen, wanted, bits in ((keys, k, 23), (values, v, 16)):
         assert ((seen.double() - wanted.double()).abs() <= 2.0**-bits * wanted.double().abs().amax(-1, keepdim=True)).all()
+    wide = torch.tensor([[[1000.0, 1.0 / 64, 1.0 / 128 + 1.0 / 256]]]).bfloat16()  # the grid of this row: 2^-6
+    assert prepare(wide, wide)[1].flatten().tolist() == [1000.0, 1.0 / 64, 1.0 / 64]
     assert all(same_bits(a, b) for a, b in zip(prepare(keys, values), (keys, values), strict=True))
     assert same_bits(prepare(k[7:8], v[7:8])[1], values[7:8])
+
+
+def test_sums_over_keys_have_no_order() -> None:
+    """The last query sees all keys, so their order means nothing to it: equal bits even before the rounding to BF16."""
+    k = torch.randn(300, 2, 40, generator=torch.Generator().manual_seed(1))
+    spread = torch.exp(3 * torch.randn(300, 2, 40, generator=torch.Generator().manual_seed(2)))  # values over 8 decades
+    q, (keys, values) = noise(1, 6, 40), prepare(k.bfloat16(), (k.flip(0) * spread).bfloat16())
+    outcomes = []
+    for seed in range(8):
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(seed)).unsqueeze(0)
+        chunk = Bucket(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[299]]), order)
+        x = kernel._operands(chunk, q, keys, values)
+        outcomes.append(kernel._attend(x))
+        weights = torch.softmax((x.q @ x.k.transpose(-1, -2)) / math.sqrt(40), -1)
+        assert torch.allclose(outcomes[-1], weights @ x.v, rtol=0, atol=2.0**-18 * float(values.double().abs().max()))
+    assert all(torch.equal(seen, outcomes[0]) for seen in outcomes)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from jetrl.kernels import norm
+from jetrl.kernels.memory import row_chunks
 
 EPS = 1e-6
 
@@ -111,6 +112,8 @@ def place_cases() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]
         "rms_norm": (lambda x: norm.rms_norm(x, weight, EPS), (noise(130, 200),)),
         "rms_norm of heads": (lambda x: norm.rms_norm(x, weight[:40], EPS), (noise(130, 3, 40),)),
         "silu_mul": (norm.silu_mul, (noise(130, 2 * 77),)),
+        "rms_norm in chunks": (lambda x: norm.rms_norm(x, weight.repeat(10), EPS), (noise(130, 2000),)),
+        "silu_mul in chunks": (norm.silu_mul, (noise(130, 2 * 1400),)),
         "silu_mul of 1": (norm.silu_mul, (noise(130, 2),)),
         "rotary": (norm.rotary, (noise(130, 3, 40), cos, sin)),
         "add": (norm.add, (noise(130, 77), noise(130, 77, seed=1))),
@@ -131,13 +134,21 @@ def test_a_row_has_the_same_bits_at_every_place(name: str) -> None:
     assert same_bits(operator(*(a[order] for a in arguments)), wanted[order])
 
 
+@pytest.mark.parametrize(("rows", "width"), [(0, 5), (1, 5), (64, 1 << 16), (65, 1 << 16), (1000, 300), (700, 0)])
+def test_row_chunks_cover_each_row_once(rows: int, width: int) -> None:
+    pieces = [list(range(rows))[part] for part in row_chunks(rows, width)]
+    assert [row for piece in pieces for row in piece] == list(range(rows)) and all(pieces)
+    assert all(len(piece) * width <= max(1 << 16, 64 * width) for piece in pieces)
+
+
 def test_rms_norm_ignores_the_order_within_a_row() -> None:
     x, ones = noise(40, 576), torch.ones(576).bfloat16()
     wanted = norm.rms_norm(x, ones, EPS)
-    inverse = norm._inverse_rms(x.double(), EPS)
+    spread = x.double() * torch.exp(4 * torch.randn(40, 576, generator=torch.Generator().manual_seed(1)).double())
+    inverse = norm._inverse_rms(spread, EPS)
     for seed in range(10):
         order = torch.randperm(576, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(norm._inverse_rms(x.double()[:, order], EPS), inverse)
+        assert torch.equal(norm._inverse_rms(spread[:, order], EPS), inverse)
         assert same_bits(norm.rms_norm(x[:, order], ones, EPS), wanted[:, order])
 
 

@@ -257,3 +257,14 @@ def test_reasoning_gym_names_the_extra_and_uses_its_scoring(monkeypatch):
     assert t.grade(p, "nan").error is not None
     with pytest.raises(ValueError, match="refuses 'other'"):
         task("reasoning_gym:other", options={"base": 5})
+
+
+def test_arithmetic_with_spaces() -> None:
+    config = TaskConfig(name="arithmetic", shots=1, options={"digits": [1, 2], "operators": "-", "spaces": True})
+    task = load_task(config, seed=0)
+    problem = task.train[0]
+    a, sign, b, equals = problem.question.split(" ")
+    assert (sign, equals, int(problem.answer)) == ("-", "=", int(a) - int(b))
+    example = task.examples[0]
+    assert task.prompt_text(problem) == f"{example.question} {example.answer}\n{problem.question}"
+    assert task.grade(problem, f" {problem.answer}\n1 - 1 = 0").correct

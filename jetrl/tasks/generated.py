@@ -3,7 +3,7 @@
 Problem: a laptop and a model of a few million parameters need tasks in which some answers of a group are right and some
 are wrong. Method: one table; an entry is a wording, its options, and a function that makes the drawing of one problem
 from the options. The answer of each is the LAST number in the completion. Raw arithmetic is exactly `47+38=` (no
-spaces), and a worked example is the line `12+34=46`: the demo model is trained on that format. Given up: no partial
+spaces, unless asked for), and a worked example is the line `12+34=46`: the demo model is trained on that format. Given up: no partial
 reward.
 """
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jetrl.config import TaskConfig
@@ -56,11 +57,15 @@ def load_generated(config: TaskConfig, seed: int) -> Task:
 
     examples, held_out, train = generate(config.name, draw, config.shots, options["held_out_size"], options["train_size"], seed)
     judge = judge_each(grade_last_number)
-    return Task(config.name, train, held_out, judge, generator.wording, config.template, examples)
+    wording = replace(generator.wording, lead=" ") if options.get("spaces") else generator.wording
+    return Task(config.name, train, held_out, judge, wording, config.template, examples)
 
 
 def _arithmetic(options: dict[str, Any]) -> Draw:
-    """`digits` [min, max] of each term (one digit is 0 to 9), `operators` of "+-*", `terms` in a row; * binds first."""
+    """`digits` [min, max] of each term (one digit is 0 to 9), `operators` of "+-*", `terms` in a row; * binds first.
+
+    `spaces` writes `47 + 38 =`, as models of natural text know it.
+    """
     low, high = interval("arithmetic", "digits", options["digits"], 1, 9)
     operators, terms = options["operators"], options["terms"]
     if not operators or set(operators) - set("+-*"):
@@ -71,7 +76,8 @@ def _arithmetic(options: dict[str, Any]) -> Draw:
         numbers = [_number(rng, rng.randint(low, high)) for _ in range(terms)]
         signs = [rng.choice(operators) for _ in range(terms - 1)]
         text = str(numbers[0]) + "".join(f"{sign}{number}" for sign, number in zip(signs, numbers[1:], strict=True))
-        return f"{text}=", _evaluate(numbers, signs)
+        question = re.sub(r"([-+*])", r" \1 ", text) + " =" if options["spaces"] else f"{text}="
+        return question, _evaluate(numbers, signs)
 
     return draw
 
@@ -133,7 +139,7 @@ _ASKED = Wording(raw="Question: {question}\nAnswer:", lead=" ", ending="\n\n", s
 GENERATORS: dict[str, Generator] = {
     "arithmetic": Generator(
         Wording(raw="{question}", chat="What is {question}?"),
-        {"digits": [1, 2], "operators": "+-", "terms": 2},
+        {"digits": [1, 2], "operators": "+-", "terms": 2, "spaces": False},
         _arithmetic,
     ),
     "sequence": Generator(
