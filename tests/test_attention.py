@@ -89,6 +89,8 @@ def test_sums_over_keys_have_no_order() -> None:
         weights = torch.softmax((x.q @ x.k.transpose(-1, -2)) / math.sqrt(40), -1)
         assert torch.allclose(outcomes[-1], weights @ x.v, rtol=0, atol=2.0**-18 * float(values.double().abs().max()))
     assert all(torch.equal(seen, outcomes[0]) for seen in outcomes)
+    assert kernel.MAX_KEYS << (kernel._VALUE_BITS + kernel._WEIGHT_BITS) <= 2**53  # what random data cannot reach
+    assert kernel.MAX_KEYS << kernel._SUM_BITS <= 2**53
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)

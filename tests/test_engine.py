@@ -307,3 +307,12 @@ def test_the_longest_sequence_that_fits_is_served() -> None:
     assert len(results[0]) == 2
     results, _ = generate(EngineLimits(4, 512, 512, 16), [Request([1] * 500, [0], 12)])
     assert results[0][0].finish_reason in ("stop", "length")
+
+
+def test_logits_that_are_not_finite_are_refused_with_a_reason() -> None:
+    model = tiny_model("llama", "bf16")
+    weights = random_weights(model.config, 0)
+    weights["final_norm"][3] = float("nan")
+    model.load(weights)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        Engine(model, EngineLimits(2, 64, 256, 16), ()).generate([Request([1, 2], [0], 4)], 1.0)

@@ -22,14 +22,13 @@ MANTISSA = 53
 _EXPONENT_SHIFT = 52
 
 
-def to_grid(x: Tensor, bits: int, bound: Tensor | None = None) -> Tensor:
+def to_grid(x: Tensor, bits: int) -> Tensor:
     """Round x (float64) to multiples of 2^(e - bits), where 2^e is the power of two above the row's largest magnitude.
 
-    `bound` [..., 1], if given, replaces that largest magnitude. NaN and infinities stay visible.
+    NaN and infinities stay visible.
     """
     assert x.dtype == torch.float64 and 1 <= bits <= 50
-    largest = x.abs().amax(-1, keepdim=True) if bound is None else bound
-    biased = largest.view(torch.int64) >> _EXPONENT_SHIFT
+    biased = x.abs().amax(-1, keepdim=True).view(torch.int64) >> _EXPONENT_SHIFT
     # 1.5 * 2^(e + 52 - bits): adding it pushes the bits below the quantum out, to nearest even; taking it away is exact.
     magic = (((biased + (MANTISSA - bits)) << _EXPONENT_SHIFT) | (1 << (_EXPONENT_SHIFT - 1))).view(torch.float64)
     return (x + magic).sub_(magic)

@@ -8,10 +8,10 @@
 The forward is exact: a row of y depends on its row of x and on W, never on M. In FP8 each 128-wide block product is
 computed in float64, where it has no rounding at all (see `exact`), then scaled and added block by block, in order:
 
-    y[m, n] = bf16( sum over blocks b, in order, of  dot(x_codes[m, b], w_codes[n, b]) * x_scale[m, b] * w_scale[n, b] )
+    y[m, n] = bf16( fp32( sum over blocks b, in order, of dot(x_codes[m, b], w_codes[n, b]) * x_scale[m, b] * w_scale[n, b] ))
 
 In BF16 both operands are put on a grid on which the whole product is exact. The gradients are products of the
-dequantised values in float64: deterministic, and rounded once.
+dequantised values in float64, rounded at the end. (torch rounds float64 to BF16 by way of FP32, here and everywhere.)
 
 This file is the reference that runs on a CPU; a Hopper backend takes the same operands.
 """
@@ -96,8 +96,11 @@ def forward(x: Tensor, weight: Weight) -> Tensor:
 
 
 def _block_sum(codes: Tensor, scales: Tensor, weight: Fp8Weight) -> Tensor:
-    """Float64 [rows, N]: exact block products, scaled and added in the order of the blocks. No fused multiply-add:
-    torch contracts it in some lanes and not in others, and a row would change with its place."""
+    """Float64 [rows, N]: exact block products, scaled and added in the order of the blocks.
+
+    Multiplication and addition are separate calls: a compiler that fuses them in vector lanes but not in a tail would make a
+    row depend on its place.
+    """
     total: Tensor | None = None
     for block in range(scales.shape[1]):
         columns = slice(block * GROUP, (block + 1) * GROUP)

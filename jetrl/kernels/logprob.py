@@ -51,7 +51,8 @@ class Distribution:
 
 def distribution(hidden: Tensor, head: Bf16Weight, temperature: float) -> Distribution:
     """Distributions of rows. hidden: BF16 [R, H]; head: [V, H]; temperature above 0."""
-    logits = exact_product(left_operand(hidden), head.gridded).float().div_(temperature)
+    logits = exact_product(left_operand(hidden), head.gridded).float()
+    logits.div_(logits.new_full((), temperature))  # a tensor, for IEEE division on a GPU too
     wide = logits.double()
     shift = wide.amax(1, keepdim=True)
     weights = wide.sub_(shift).exp_()

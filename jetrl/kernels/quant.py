@@ -65,7 +65,8 @@ def token_groups(lengths: list[int]) -> TokenGroups:
 
 
 def _scale(amax: Tensor) -> Tensor:
-    return amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+    # A tensor, not a number: on a GPU torch divides by a number through its reciprocal, which is not IEEE division.
+    return amax.clamp(min=AMAX_FLOOR) / amax.new_full((), E4M3_MAX)
 
 
 def _encode(x: Tensor, scale: Tensor) -> Tensor:

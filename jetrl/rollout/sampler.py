@@ -17,7 +17,7 @@ def next_tokens(
     """Tokens after hidden states [R, H] and their log-probabilities, each exactly a float32.
 
     Temperature 0 takes the most likely token, with its log-probability at temperature 1. Where `forced` holds a token, that
-    one is taken.
+    one is taken. Raises ValueError for logits that are not finite.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -25,6 +25,11 @@ def next_tokens(
     for first in range(0, hidden.shape[0], step):
         part = slice(first, first + step)
         rows = model.distribution(hidden[part], temperature or 1.0)
+        if not torch.isfinite(rows.log_sum).all():
+            raise ValueError(
+                "the model's logits are not finite, so nothing can be sampled from them. Its weights hold a NaN, an infinity "
+                "or values beyond BF16; load another checkpoint."
+            )
         drawn = sample(rows, torch.tensor(uniforms[part], dtype=torch.float64)) if temperature else greedy(rows)
         wanted = [drawn_token if f is None else f for drawn_token, f in zip(drawn.tolist(), forced[part], strict=True)]
         tokens += wanted

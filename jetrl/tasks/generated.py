@@ -3,8 +3,8 @@
 Problem: a laptop and a model of a few million parameters need tasks in which some answers of a group are right and some
 are wrong. Method: one table; an entry is a wording, its options, and a function that makes the drawing of one problem
 from the options. The answer of each is the LAST number in the completion. Raw arithmetic is exactly `47+38=` (no
-spaces, unless asked for), and a worked example is the line `12+34=46`: the demo model is trained on that format. Given up: no partial
-reward.
+spaces, unless asked for), and a worked example is the line `12+34=46`: the demo model is trained on that format. Given up:
+no partial reward.
 """
 
 from __future__ import annotations
