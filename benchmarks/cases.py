@@ -12,12 +12,12 @@ import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from machine import bandwidth_limit, gemm_limit
 
-from jetrl.config import AlgorithmConfig, OptimizerConfig
+from jetrl.config import AlgorithmConfig, FlowName, OptimizerConfig
 from jetrl.flow import build_flow
 from jetrl.kernels.memory import keep_freed_memory
 from jetrl.model.checkpoint import load_weights
@@ -51,7 +51,7 @@ def _prompts(case: Case, config: ModelConfig) -> list[list[int]]:
 
 def _model(case: Case) -> tuple[ModelConfig, Transformer]:
     config = read_config(case.folder)
-    return config, Transformer(config, build_flow(case.flow, config).trainer_layers(config))
+    return config, Transformer(config, build_flow(cast(FlowName, case.flow), config).trainer_layers(config))
 
 
 def rollout(case: Case) -> dict[str, Any]:
@@ -62,13 +62,15 @@ def rollout(case: Case) -> dict[str, Any]:
     blocks = case.sequences * -(-(case.prompt + case.completion) // block)
     engine = Engine(model, EngineLimits(case.sequences, case.sequences * case.prompt, blocks * block, block), eos=[])
     requests = [Request(prompt, [i], case.completion) for i, prompt in enumerate(_prompts(case, config))]
-    whole, decode = float("inf"), float("inf")
-    for _ in range(case.repeats):
-        stamps = [time.perf_counter()]
-        engine.generate(requests, 1.0, progress=lambda finished, sampled: stamps.append(time.perf_counter()))
-        assert len(stamps) == 1 + case.completion, "one prefill, then one step a token"
-        whole, decode = min(whole, stamps[-1] - stamps[0]), min(decode, stamps[-1] - stamps[1])
-    return _rates(case, whole, decode)
+
+    def stamps() -> list[float]:
+        times = [time.perf_counter()]
+        engine.generate(requests, 1.0, progress=lambda finished, sampled: times.append(time.perf_counter()))
+        assert len(times) == 1 + case.completion, "one prefill, then one step a token"
+        return times
+
+    runs = [stamps() for _ in range(case.repeats)]
+    return _rates(case, min(times[-1] - times[0] for times in runs), min(times[-1] - times[1] for times in runs))
 
 
 def _rates(case: Case, whole: float, decode: float) -> dict[str, Any]:
@@ -84,7 +86,9 @@ def transformers(case: Case) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     config = read_config(case.folder)
-    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=getattr(torch, case.flow), local_files_only=True).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        case.folder, dtype=getattr(torch, case.flow), local_files_only=True
+    ).eval()
     prompts = torch.tensor(_prompts(case, config))
 
     def seconds(tokens: int) -> float:
@@ -109,7 +113,7 @@ def transformers(case: Case) -> dict[str, Any]:
 
 
 def training(case: Case) -> dict[str, Any]:
-    """One optimizer step: forward and backward of all sequences, AdamW, publish. Counts prompt and completion tokens."""
+    """One optimizer step: forward and backward of all sequences, AdamW, publish. Counts all tokens that the forward reads."""
     config, model = _model(case)
     objective = Objective(AlgorithmConfig(), OptimizerConfig(), 1.0, case.completion, updates=100)
     trainer = Trainer(model, load_weights(case.folder, config), objective)
@@ -120,34 +124,40 @@ def training(case: Case) -> dict[str, Any]:
         completion = Completion(answer, [-4.0] * case.completion, "length", policy_version=-1)
         prompt = Prompt(Problem(str(i), ""), "", tokens)
         rollouts.append(Rollout(prompt, completion, "", Grade(0.0, False), i // 8, draw.choice([-1.0, 1.0])))
-    whole, gradients = float("inf"), float("inf")
-    for _ in range(case.repeats):
+
+    def step() -> float:
         start = time.perf_counter()
-        tokens = trainer.accumulate(rollouts).tokens
-        middle = time.perf_counter()
+        trainer.accumulate(rollouts)
         trainer.apply()
-        gradients, whole = min(gradients, middle - start), min(whole, time.perf_counter() - start)
-    return {"tokens_per_s": tokens / whole, "gradient_tokens_per_s": tokens / gradients, "seconds": whole}
+        return time.perf_counter() - start
+
+    seconds = min(step() for _ in range(case.repeats))
+    return {"tokens_per_s": _input_tokens(case) / seconds, "seconds": seconds}
+
+
+def _input_tokens(case: Case) -> int:
+    return case.sequences * (case.prompt + case.completion - 1)
 
 
 def limits(case: Case) -> dict[str, Any]:
     """What float64 products and reading float64 weights allow, for decode and for training at this case's sizes."""
     config = read_config(case.folder)
-    tokens = case.sequences * (case.prompt + case.completion - 1)
     if case.flow == "training":
-        return {"gemm": gemm_limit(config, min(tokens, 8192), case.sequences * case.completion, backward=True)}
+        return {"gemm": gemm_limit(config, _input_tokens(case), case.sequences * case.completion, backward=True)}
     return {
         "gemm": gemm_limit(config, case.sequences, case.sequences, backward=False),
         "bandwidth": bandwidth_limit(config, case.sequences),
     }
 
 
+_KINDS = {"rollout": rollout, "training": training, "transformers": transformers, "limits": limits}
+
+
 def measure(case: Case) -> dict[str, Any]:
     """Run a case in this process; its result with the case itself and the process's peak memory so far, GB."""
     torch.set_num_threads(case.threads)
     keep_freed_memory()  # as the command line does
-    work = {"rollout": rollout, "training": training, "transformers": transformers, "limits": limits}[case.kind]
-    values = work(case)
+    values = _KINDS[case.kind](case)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
     return asdict(case) | values | {"peak_memory_gb": peak}

@@ -26,10 +26,12 @@ from jetrl.model.sources import resolve_model
 
 Result = dict[str, Any]
 # model: sequences, prompt tokens, completion tokens: of the rollout, then of one training step
-SIZES = {"demo": ((128, 16, 32), (128, 16, 24)), "SmolLM2-135M": ((16, 32, 24), (8, 48, 16))}
+SIZES = {"demo": ((128, 16, 32), (128, 16, 24)), "SmolLM2-135M": ((16, 32, 24), (4, 48, 16))}
 QUICK = ((4, 5, 4), (2, 6, 4))
 BASELINES = ("bfloat16", "float32")
 FLOWS = ("fp8", "bf16")
+COLUMNS = ["model", "quantity", *FLOWS, *(f"transformers {dtype}" for dtype in BASELINES), "GEMM limit", "memory limit", "aim"]
+MARKERS = ("<!-- cpu table -->", "<!-- end of cpu table -->")
 # model, kind, what is compared, its unit and what we aim at
 LINES = [
     ("demo", "rollout", "tokens_per_s", "rollout, tokens/s", "≥ 2,000"),
@@ -48,11 +50,16 @@ LINES = [
 def cases(folder: str, model: str, threads: int, repeats: int, quick: bool) -> Iterator[Case]:
     """What is measured of a model, in this order."""
     sampling, training = QUICK if quick else SIZES[model]
-    kinds: list[tuple[Kind, str, tuple[int, int, int]]] = [("limits", "rollout", sampling), ("limits", "training", training)]
-    kinds += [("rollout", flow, sampling) for flow in FLOWS] + [("training", flow, training) for flow in FLOWS]
-    kinds += [("transformers", dtype, sampling) for dtype in BASELINES]
-    for kind, flow, sizes in kinds:
-        yield Case(kind, folder, flow, *sizes, threads=threads, repeats=repeats)
+    kinds: list[tuple[Kind, tuple[str, ...], tuple[int, int, int]]] = [
+        ("limits", ("rollout",), sampling),
+        ("limits", ("training",), training),
+        ("rollout", FLOWS, sampling),
+        ("training", FLOWS, training),
+        ("transformers", BASELINES, sampling),
+    ]
+    for kind, flows, sizes in kinds:
+        for flow in flows:
+            yield Case(kind, folder, flow, *sizes, threads=threads, repeats=repeats)
 
 
 def in_own_process(case: Case) -> Result:
@@ -69,13 +76,9 @@ def find(results: list[Result], model: str, kind: str, flow: str) -> Result | No
     return next((r for r in results if (r["model"], r["kind"], r["flow"]) == (model, kind, flow)), None)
 
 
-def table(results: list[Result]) -> Table:
-    """Models and quantities down; flows, baseline and limits across."""
-    shown = Table(title="jetrl on a CPU", title_justify="left")
-    for column in ("model", "quantity"):
-        shown.add_column(column)
-    for column in (*FLOWS, *(f"transformers {dtype}" for dtype in BASELINES), "GEMM limit", "memory limit", "aim"):
-        shown.add_column(column, justify="right")
+def rows(results: list[Result]) -> list[list[str]]:
+    """The table's cells: models and quantities down; flows, baseline and limits across."""
+    found = []
     for model, kind, key, label, aim in LINES:
         flows = [find(results, model, kind, flow) for flow in FLOWS]
         if None in flows:
@@ -83,8 +86,36 @@ def table(results: list[Result]) -> Table:
         baseline = [find(results, model, "transformers", dtype) if kind == "rollout" else None for dtype in BASELINES]
         limit = (find(results, model, "limits", kind) or {}) if key.endswith("tokens_per_s") else {}
         bounds = [limit.get(name, {}).get("tokens_per_s") for name in ("gemm", "bandwidth")]
-        shown.add_row(model, label, *(_number(r.get(key) if r else None) for r in (*flows, *baseline)), *map(_number, bounds), aim)
+        numbers = [*(r.get(key) if r else None for r in (*flows, *baseline)), *bounds]
+        found.append([model, label, *map(_number, numbers), aim])
+    return found
+
+
+def table(results: list[Result]) -> Table:
+    """The table for a screen."""
+    shown = Table(title="jetrl on a CPU", title_justify="left")
+    for i, column in enumerate(COLUMNS):
+        shown.add_column(column, justify="left" if i < 2 else "right")
+    for row in rows(results):
+        shown.add_row(*row)
     return shown
+
+
+def put_into(readme: Path, known: dict[str, Any], results: list[Result]) -> None:
+    """Replace what stands between the two markers of `readme` by the table in Markdown. Raises ValueError without them."""
+    text = readme.read_text(encoding="utf-8")
+    before, found, rest = text.partition(MARKERS[0])
+    _, closed, after = rest.partition(MARKERS[1])
+    if not (found and closed):
+        raise ValueError(f"{readme} lacks the lines {MARKERS[0]} and {MARKERS[1]}; the table goes between them")
+    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
+    lines = [COLUMNS, ["---", "---", *["--:"] * (len(COLUMNS) - 2)], *rows(results)]
+    body = [
+        "{date}: {cpu}, {cores} cores, {threads} threads; ".format(**known) + f"{versions}. `{known['command']}`",
+        "\n".join(f"| {' | '.join(line)} |" for line in lines),
+        "\n".join(f"- {line}" for line in limit_lines(results)),
+    ]
+    readme.write_text(before + MARKERS[0] + "\n" + "\n\n".join(body) + "\n" + MARKERS[1] + after, encoding="utf-8")
 
 
 def _number(value: float | None) -> str:
@@ -110,9 +141,12 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     parser.add_argument("--demo", default="demo", help="the demo model's folder")
     parser.add_argument("--smollm2", default="smollm2", help="SmolLM2's folder; default: where `jetrl fetch smollm2` puts it")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--readme", type=Path, help="put the table into this Markdown file, between its markers")
     parser.add_argument("--threads", type=int, default=cores(), help="torch threads; default: all cores")
     parser.add_argument("--repeats", type=int, default=3, help="best of so many")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs; the numbers mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to see that everything runs; the numbers mean nothing"
+    )
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 150)  # a log is not folded to 80 columns
     known, results = facts(options.threads), []
@@ -133,6 +167,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(known | {"results": results}, indent=1) + "\n")
+    if options.readme:
+        put_into(options.readme, known, results)
     return results
 
 

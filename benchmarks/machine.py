@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names
@@ -24,10 +25,9 @@ from jetrl.model.config import ModelConfig, linear_names
 def best_seconds(work: Callable[[], object], repeats: int = 5, at_least: float = 0.02) -> float:
     """Shortest wall time of one call, s. Calls are grouped so that each measurement takes `at_least` seconds."""
     work()
-    start, calls = time.perf_counter(), 0
-    while time.perf_counter() - start < at_least:
-        work()
-        calls += 1
+    start = time.perf_counter()
+    work()
+    calls = 1 + int(at_least / max(time.perf_counter() - start, 1e-9))
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -60,7 +60,8 @@ def facts(threads: int) -> dict[str, Any]:
         "threads": threads,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "load_before": round(os.getloadavg()[0], 2),
-        "versions": {"python": platform.python_version()} | {n: metadata.version(n) for n in ("jetrl", "torch", "transformers")},
+        "versions": {"python": platform.python_version()}
+        | {n: metadata.version(n) for n in ("jetrl", "torch", "transformers")},
     }
 
 
@@ -75,8 +76,14 @@ def _gemm_seconds(rows: int, shape: tuple[int, int], backward: bool) -> float:
     """Time of x W^T for `rows` rows in float64; with `backward`, of dy W and dy^T x as well."""
     n, k = shape
     x, w, dy = (torch.randn(s, dtype=torch.float64) for s in ((rows, k), (n, k), (rows, n)))
-    seconds = best_seconds(lambda: x @ w.t())
-    return seconds + best_seconds(lambda: dy @ w) + best_seconds(lambda: dy.t() @ x) if backward else seconds
+    operands = [(x, w.t()), (dy, w), (dy.t(), x)] if backward else [(x, w.t())]
+    return sum(product_seconds(*pair) for pair in operands)
+
+
+def product_seconds(left: Tensor, right: Tensor) -> float:
+    """Shortest wall time of a product into memory that is already there, s."""
+    out = left @ right
+    return best_seconds(lambda: torch.mm(left, right, out=out))
 
 
 def gemm_limit(config: ModelConfig, rows: int, head_rows: int, backward: bool) -> dict[str, float]:

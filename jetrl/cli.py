@@ -13,6 +13,8 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from jetrl.config import FlowName, load_config
+from jetrl.kernels.memory import keep_freed_memory
+from jetrl.rl.types import MismatchError
 
 if TYPE_CHECKING:
     from jetrl.run import Setup
@@ -275,8 +277,7 @@ def main() -> None:
     handler = RichHandler(console=errors, show_time=False, show_path=False)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    from jetrl.loop import MismatchError
-
+    keep_freed_memory()
     try:
         app()
     except (ValueError, OSError, MismatchError) as error:

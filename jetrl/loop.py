@@ -28,7 +28,7 @@ from jetrl.config import RunConfig
 from jetrl.rl.advantage import group_advantages
 from jetrl.rl.metrics import avg_at_k, pass_at_k, rollout_metrics
 from jetrl.rl.seeds import sample_seed
-from jetrl.rl.types import Completion, Grade, Problem, Prompt, Request, Rollout
+from jetrl.rl.types import Completion, Grade, MismatchError, Problem, Prompt, Request, Rollout
 
 EVAL_STREAM = -1  # the "step" of evaluation seeds: the same samples are drawn before, during and after training
 SAMPLED_GROUPS = 4  # rollout groups of each step that are written to samples.jsonl
@@ -36,10 +36,6 @@ SAMPLED_GROUPS = 4  # rollout groups of each step that are written to samples.js
 
 Decode = Callable[[list[int]], str]
 GradeAll = Callable[[list[tuple[Problem, str]]], list[Grade]]
-
-
-class MismatchError(RuntimeError):
-    """Rollout and trainer differ in an exact flow."""
 
 
 class Generator(Protocol):

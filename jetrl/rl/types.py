@@ -16,6 +16,10 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length"]
 
 
+class MismatchError(RuntimeError):
+    """Rollout and trainer differ in an exact flow."""
+
+
 @dataclass(slots=True, frozen=True)
 class Problem:
     """One question of a task, as text. `answer` and `metadata` serve its grading; the model never sees them."""

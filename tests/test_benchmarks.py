@@ -1,0 +1,107 @@
+"""Each benchmark runs on a tiny random model, prints its table and writes its file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.random_models import save_random_model
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules, imported as the scripts import each other: from their own folder. Timing groups are one call long."""
+    import torch
+
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("machine", "cases", "cpu", "operators")
+    modules = {name: __import__(name) for name in names}
+    monkeypatch.setattr(modules["machine"].best_seconds, "__defaults__", (1, 0.0))
+    monkeypatch.setattr(modules["cases"], "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(modules["operators"], "keep_freed_memory", lambda: True)
+    yield modules  # type: ignore[misc]
+    torch.set_num_threads(threads)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, tokenizer=False)
+
+
+def test_cpu_benchmark(
+    benchmarks: dict[str, ModuleType],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cpu, file = benchmarks["cpu"], tmp_path / "results" / "cpu.json"
+    monkeypatch.setattr(cpu, "in_own_process", benchmarks["cases"].measure)
+    absent = str(tmp_path / "absent")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{cpu.MARKERS[0]}\nold\n{cpu.MARKERS[1]}\nafter\n")
+    options = ["--demo", str(model), "--smollm2", absent, "--quick", "--repeats", "1", "--threads", "1"]
+    results = cpu.main([*options, "--json", str(file), "--readme", str(readme)])
+    out = capsys.readouterr().out
+    assert "SmolLM2-135M left out" in out and "rollout, tokens/s" in out and "GFLOP/s" in out
+    kinds = [(r["kind"], r["flow"]) for r in results]
+    assert kinds[2:] == [
+        ("rollout", "fp8"), ("rollout", "bf16"), ("training", "fp8"), ("training", "bf16"),
+        ("transformers", "bfloat16"), ("transformers", "float32"),
+    ]  # fmt: skip
+    assert all(r["tokens_per_s"] > 0 and r["peak_memory_gb"] > 0 for r in results[2:])
+    written = json.loads(file.read_text())
+    assert [r["kind"] for r in written["results"]] == [kind for kind, _ in kinds]
+    assert {"date", "cpu", "cores", "versions", "command"} <= written.keys()
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| demo | rollout, tokens/s |" in text
+    assert str(tmp_path) not in file.read_text().replace(json.dumps(str(model)), "")
+
+
+def test_a_case_runs_in_its_own_process(benchmarks: dict[str, ModuleType], model: Path) -> None:
+    case = benchmarks["cases"].Case("limits", str(model), "training", 1, 4, 4, threads=1, repeats=1)
+    result = benchmarks["cpu"].in_own_process(case)
+    assert asdict(case).items() <= result.items()
+    assert result["gemm"]["tokens_per_s"] > 0
+    broken = benchmarks["cases"].Case("rollout", str(model / "absent"), "fp8", 1, 4, 4, threads=1, repeats=1)
+    with pytest.raises(RuntimeError, match="absent"):
+        benchmarks["cpu"].in_own_process(broken)
+
+
+def test_operators_benchmark(
+    benchmarks: dict[str, ModuleType], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "operators.json"
+    options = ["--model", str(model), "--sequences", "2", "--length", "5", "--threads", "1", "--json", str(file)]
+    rows = benchmarks["operators"].main(options)
+    assert all(row.seconds > 0 and row.work > 0 for row in rows)
+    names = {(row.phase, row.operator) for row in rows}
+    assert {("decode", "attention"), ("training", "gate_up grad_weight fp8"), ("training", "head gradients")} <= names
+    assert "share of GEMM" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["rows"]) == len(rows)
+
+
+def test_limits_follow_from_the_shapes(benchmarks: dict[str, ModuleType], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl.model.config import read_config
+
+    machine, config = benchmarks["machine"], read_config(model)
+    weights = sum(n * k for n, k in machine.matrices(config).values())
+    monkeypatch.setattr(machine, "best_seconds", lambda work: 0.5)
+    products = len(machine.matrices(config))
+    assert products == 2 * 4 + 1  # qkv, o, gate_up, down of two layers, and the head
+    limit = machine.gemm_limit(config, rows=8, head_rows=8, backward=True)
+    assert limit["tokens_per_s"] == pytest.approx(8 / (products * 3 * 0.5))
+    assert limit["gflops"] == pytest.approx(3 * 2 * 8 * weights / (products * 3 * 0.5) / 1e9)
+    bandwidth = machine.bandwidth_limit(config, rows=8)
+    assert bandwidth["tokens_per_s"] == pytest.approx(8 / 0.5)
