@@ -45,10 +45,10 @@ class TaskConfig(_Section):
 class RolloutConfig(_Section):
     """How completions are sampled, and what the engine may hold at once."""
 
-    prompts_per_step: int = Field(default=16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1, description="prompts of one step")
     group_size: int = Field(default=8, ge=1, description="completions per prompt")
-    max_completion_tokens: int = Field(default=256, ge=1)
-    temperature: float = Field(default=1.0, gt=0.0)
+    max_completion_tokens: int = Field(default=256, ge=1, description="limit of a completion")
+    temperature: float = Field(default=1.0, gt=0.0, description="divides the logits, in sampling and in training")
     max_sequences: int = Field(default=256, ge=1, description="sequences decoded together")
     max_batch_tokens: int = Field(default=2048, ge=1, description="tokens of one engine step, prefill chunks included")
     cache_tokens: int | None = Field(
@@ -64,8 +64,8 @@ class AlgorithmConfig(_Section):
     loss: Literal["token_mean", "sequence_mean", "dr_grpo"] = Field(
         default="token_mean", description="how token losses are averaged"
     )
-    clip_low: float = Field(default=0.2, ge=0.0, lt=1.0)
-    clip_high: float = Field(default=0.28, ge=0.0)
+    clip_low: float = Field(default=0.2, ge=0.0, lt=1.0, description="the importance ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(default=0.28, ge=0.0, description="and above at 1 + clip_high")
     kl_coef: float = Field(default=0.0, ge=0.0, description="weight of the k3 KL to the initial model")
     importance_cap: float | None = Field(
         default=None, gt=0.0, description="truncated importance sampling; only in flow fp8_rollout"
@@ -77,14 +77,16 @@ class AlgorithmConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW on FP32 masters."""
 
-    lr: float = Field(default=1e-6, gt=0.0)
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(default=0.99, ge=0.0, lt=1.0)
-    eps: float = Field(default=1e-8, gt=0.0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    lr: float = Field(default=1e-6, gt=0.0, description="peak learning rate")
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW: decay of the mean")
+    beta2: float = Field(default=0.99, ge=0.0, lt=1.0, description="AdamW: decay of the mean square")
+    eps: float = Field(default=1e-8, gt=0.0, description="AdamW: added to the root of the mean square")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW: of matrices only")
     grad_clip: float = Field(default=1.0, gt=0.0, description="maximum L2 norm of the whole gradient")
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warmup")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="what follows the warmup: constant, or to 0 by the end"
+    )
     microbatch_tokens: int = Field(default=8192, ge=1, description="tokens of one forward and backward pass")
 
 
@@ -100,14 +102,18 @@ class EvalConfig(_Section):
 class RunConfig(_Section):
     """One run of `jetrl train`."""
 
-    model: str = Field(default="demo", description="a Hugging Face model folder, or `demo`, the model that ships with jetrl")
-    flow: FlowName = "fp8"
-    steps: int = Field(default=100, ge=1)
-    seed: int = Field(default=0, ge=0)
+    model: str = Field(
+        default="demo", description="a Hugging Face folder or hub id, `smollm2`, or `demo`, the model that ships with jetrl"
+    )
+    flow: FlowName = Field(default="fp8", description="precision flow: fp8, bf16, or the mismatched baseline fp8_rollout")
+    steps: int = Field(default=100, ge=1, description="steps of the run: rollout, then training on it")
+    seed: int = Field(default=0, ge=0, description="decides problems, their order and every sample")
     folder: str | None = Field(default=None, description="run folder; default: runs/<time>-<flow>")
     save_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only the last")
     on_mismatch: Literal["stop", "continue"] = Field(default="stop", description="what a mismatch in an exact flow does")
-    loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    loggers: list[Literal["tensorboard", "wandb", "trackio"]] | None = Field(
+        default=None, description="where metrics go besides the run folder's files; default: tensorboard where it is installed"
+    )
     task: TaskConfig = Field(default_factory=TaskConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -186,12 +192,19 @@ def _set_dotted(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[leaf] = value
 
 
+_CUTS_THE_SUPPORT = ("top_p", "top_k", "min_p")  # known elsewhere; log-probabilities of a cut support are not the policy's
+
+
 def _explain(error: ValidationError, source: str) -> str:
     lines = [f"{source} is not a valid configuration:"]
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         seen = "" if not key else f" (seen: {item['input']!r})"
-        if item["type"] == "extra_forbidden":
+        if item["loc"][-1:] in [(name,) for name in _CUTS_THE_SUPPORT]:
+            lines.append(
+                f"  {key} is refused: it samples from another distribution than the one that is trained. Leave it out."
+            )
+        elif item["type"] == "extra_forbidden":
             lines.append(f"  unknown key {key!r}; did you mean {_nearest(key)!r}?")
         elif key in _sections():
             first = next(k for k in known_keys() if k.startswith(key + "."))

@@ -193,3 +193,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
 def test_the_configuration_needs_no_torch() -> None:
     code = "import sys, jetrl.config; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sampling_that_cuts_the_support_is_refused_with_the_reason(tmp_path: Path) -> None:
+    message = _refused(tmp_path, "", "rollout.top_p=0.9")
+    assert "rollout.top_p is refused: it samples from another distribution" in message and "did you mean" not in message

@@ -25,26 +25,6 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 TABLE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys: python -m tests.test_docs -->", "<!-- end of keys -->"
 
-# Meanings of keys whose name says nearly all, so that jetrl.config has no description of them.
-PLAIN = {
-    "flow": "precision flow: see [precision.md](precision.md)",
-    "steps": "steps of the run: rollout, then training on it",
-    "seed": "decides problems, their order and every sample",
-    "loggers": "more places for the metrics, each an extra of the package",
-    "rollout.prompts_per_step": "prompts of one step",
-    "rollout.max_completion_tokens": "limit of a completion",
-    "rollout.temperature": "divides the logits, in sampling and in training",
-    "algorithm.clip_low": "the importance ratio is clipped below at 1 - clip_low",
-    "algorithm.clip_high": "and above at 1 + clip_high",
-    "optimizer.lr": "peak learning rate",
-    "optimizer.beta1": "AdamW: decay of the mean",
-    "optimizer.beta2": "AdamW: decay of the mean square",
-    "optimizer.eps": "AdamW: added to the root of the mean square",
-    "optimizer.weight_decay": "AdamW: of matrices only",
-    "optimizer.warmup_steps": "optimizer steps of linear warmup",
-    "optimizer.schedule": "what follows the warmup: constant, or to 0 by the end",
-}
-
 
 def field_of(key: str) -> Any:
     model: type[BaseModel] = RunConfig
@@ -75,7 +55,7 @@ def key_table() -> str:
     lines = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for key in known_keys():
         field = field_of(key)
-        meaning = (field.description or PLAIN[key]).replace("|", "\\|")
+        meaning = field.description.replace("|", "\\|")
         lines.append(f"| `{key}` | {default_of(field)} | {values_of(field)} | {meaning} |")
     return "\n".join(lines)
 
@@ -83,7 +63,6 @@ def key_table() -> str:
 def test_key_table_is_current() -> None:
     text = TABLE.read_text(encoding="utf-8")
     assert text.split(BEGIN)[1].split(END)[0].strip() == key_table(), "run: python -m tests.test_docs"
-    assert PLAIN.keys() <= set(known_keys())
 
 
 # Pages

@@ -17,7 +17,7 @@ from rich.console import Console
 from jetrl.config import RunConfig, load_config, parse_config
 from jetrl.report.display import Display, sparkline
 from jetrl.report.read import duration, number, read_run, summarize
-from jetrl.report.record import RunFolder, sample_row
+from jetrl.report.record import RunFolder, loggers_of, sample_row
 from jetrl.rl.types import Completion, Grade, Problem, Prompt, Rollout
 
 
@@ -103,6 +103,14 @@ def test_a_missing_logger_is_refused_before_the_run(tmp_path: Path, monkeypatch:
         with pytest.raises(ValueError, match=rf"pip install 'jetrl\[{name}\]'"):
             RunFolder(tmp_path / "r", parse_config({"loggers": [name]}))
     assert not (tmp_path / "r").exists()
+
+
+def test_tensorboard_is_the_default_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loggers_of(parse_config({"loggers": []})) == []
+    monkeypatch.setattr("jetrl.report.record.find_spec", lambda name: object())
+    assert loggers_of(parse_config({})) == ["tensorboard"]
+    monkeypatch.setattr("jetrl.report.record.find_spec", lambda name: None)
+    assert loggers_of(parse_config({})) == []
 
 
 def test_tensorboard_holds_the_rows_also_after_a_resume(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ beyond the checkpoint's step are dropped, so the files of a continued run have t
 everything that belongs to a step must be written before the step's checkpoint.
 
 JSON has no NaN and no infinity: both are written as null, and the readers count a null as "not finite", never as 0.
-TensorBoard, W&B and trackio get the same numbers when `loggers` asks for them. TensorBoard's files are rebuilt from
-metrics.jsonl on resume; W&B and trackio are append-only, so after a resume they can hold a repeated step twice.
+TensorBoard (where it is installed, unless `loggers` says otherwise), W&B and trackio (if asked for) get the same numbers.
+TensorBoard's files are rebuilt from metrics.jsonl on resume; W&B and trackio are append-only, so after a resume they can
+hold a repeated step twice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -152,6 +154,13 @@ class _Trackio:
         self._run.finish()
 
 
+def loggers_of(config: RunConfig) -> list[str]:
+    """The loggers that a configuration names; where it names none, TensorBoard if it is installed."""
+    if config.loggers is not None:
+        return list(config.loggers)
+    return ["tensorboard"] if find_spec("tensorboard") else []
+
+
 class RunFolder:
     """A run folder open for writing; a context manager.
 
@@ -162,7 +171,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path, config: RunConfig, *, resume_step: int | None = None):
         self.path = Path(path)
-        for name in config.loggers:
+        names = loggers_of(config)
+        for name in names:
             _need(name, name)
         self._check(resume_step)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -173,7 +183,7 @@ class RunFolder:
         save_config(config, self.path / CONFIG)
         for name in (METRICS, SAMPLES):
             self._open(name)
-        self._loggers = [self._logger(name, config) for name in config.loggers]
+        self._loggers = [self._logger(name, config) for name in names]
 
     def _check(self, resume_step: int | None) -> None:
         if self.path.exists() and not self.path.is_dir():
