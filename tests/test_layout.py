@@ -485,7 +485,8 @@ print("torch" in sys.modules)
 def loads_torch(name: str, folder: Path = ROOT) -> bool:
     """Whether importing the module, and every module in it if it is a package, brings in torch."""
     command = [sys.executable, "-c", IMPORT_ALL, name]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    inherited = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *inherited])}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
     return done.stdout.strip() == "True"
 

@@ -51,17 +51,14 @@ class TokenGroups:
     """Which token belongs to which group of at most 128 tokens of one sequence."""
 
     group_of_token: Tensor  # int64 [T], ascending
-    tokens_of_group: Tensor  # int64 [groups, longest group]; the last token repeated where a group is shorter
+    count: int  # of groups
 
 
 def token_groups(lengths: list[int]) -> TokenGroups:
     """Cut each sequence, lengths in tokens, into groups of 128; the last group of a sequence may be shorter."""
     sizes = [min(GROUP, n - start) for n in lengths for start in range(0, n, GROUP)]
-    size = torch.tensor(sizes, dtype=torch.int64)
-    first = (size.cumsum(0) - size).unsqueeze(1)
-    steps = torch.arange(max(sizes, default=0)).unsqueeze(0)
-    tokens = first + torch.minimum(steps, size.unsqueeze(1) - 1)
-    return TokenGroups(torch.repeat_interleave(torch.arange(len(sizes)), size), tokens)
+    index = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64))
+    return TokenGroups(index, len(sizes))
 
 
 def _scale(amax: Tensor) -> Tensor:
@@ -96,12 +93,13 @@ def quantize_rows(x: Tensor) -> Quantized:
 
 def quantize_tokens(x: Tensor, groups: TokenGroups) -> Quantized:
     """Quantise x [T, cols] in 128x1 groups along tokens. Codes keep the layout [T, cols]; scales are [groups, cols]."""
-    amax = torch.zeros(len(groups.tokens_of_group), x.shape[1], device=x.device)
-    expanded = groups.group_of_token.unsqueeze(1).expand_as(x)
+    amax = torch.zeros(groups.count, x.shape[1], device=x.device)
+    index = groups.group_of_token.to(x.device)
+    expanded = index.unsqueeze(1).expand_as(x)
     scales = _scale(amax.scatter_reduce_(0, expanded, x.abs().float(), "amax"))
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     for part in row_chunks(*x.shape):
-        codes[part] = _encode(x[part].float(), scales[groups.group_of_token[part]])
+        codes[part] = _encode(x[part].float(), scales[index[part]])
     return Quantized(codes, scales)
 
 
