@@ -44,8 +44,8 @@ def run_result(folder: Path) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     """A Markdown table, one line a flow: means over seeds, with the deviation of the final accuracy."""
     lines = [
-        "| flow | held-out before | after (deviation over seeds) | reward, last 20 steps | largest difference | mean difference "
-        "| mismatch KL | tokens that differ | rollout, tokens/s | training, tokens/s |",
+        "| flow | held-out before | after (deviation over seeds) | reward, last 20 steps | largest difference "
+        "| mean difference | mismatch KL | tokens that differ | rollout, tokens/s | training, tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for flow in dict.fromkeys(r["flow"] for r in results):

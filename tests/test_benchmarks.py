@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from jetrl.config import parse_config
+from jetrl.report.record import RunFolder
 from tests.random_models import save_random_model
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -105,3 +107,28 @@ def test_limits_follow_from_the_shapes(benchmarks: dict[str, ModuleType], model:
     assert limit["gflops"] == pytest.approx(3 * 2 * 8 * weights / (products * 3 * 0.5) / 1e9)
     bandwidth = machine.bandwidth_limit(config, rows=8)
     assert bandwidth["tokens_per_s"] == pytest.approx(8 / 0.5)
+
+
+def test_compare_sums_up_runs_by_flow(
+    benchmarks: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = [("fp8", 0, 0.25, 0.75, 0.0), ("fp8", 1, 0.35, 0.95, 0.0), ("fp8_rollout", 0, 0.3, 0.5, 0.5)]
+    for flow, seed, before, after, diff in seen:
+        config = parse_config({"flow": flow, "seed": seed, "loggers": []})
+        differences = {"logprob_diff/max": diff, "logprob_diff/mean": diff / 2, "mismatch_kl": diff / 4}
+        times = {"time/rollout": 1.0, "time/train": 2.0, "time/step": 3.0}
+        speed = {"throughput/rollout": 100.0, "throughput/train": 50.0}
+        with RunFolder(tmp_path / f"{flow}-{seed}", config) as run:
+            run.evaluation(0, {"eval/avg@k": before, "eval/k": 1})
+            run.train(1, {"reward/mean": 0.5, "token_diff/share": float(diff > 0), **differences, **times, **speed})
+            run.evaluation(1, {"eval/avg@k": after, "eval/k": 1})
+    compare = __import__("compare")
+    monkeypatch.setattr(
+        sys, "argv", ["compare.py", *map(str, sorted(tmp_path.iterdir())), "--json", str(tmp_path / "out.json")]
+    )
+    compare.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| `fp8` | 0.300 | 0.850 (0.141) | 0.500 | 0 | 0 | 0 | 0% | 100 | 50 |"
+    assert lines[3] == "| `fp8_rollout` | 0.300 | 0.500 | 0.500 | 0.5 | 0.25 | 0.12 | 100% | 100 | 50 |"
+    runs = json.loads(out.read_text())["runs"]
+    assert [(r["flow"], r["seed"], r["held_out"][-1]) for r in runs][1] == ("fp8", 1, [1, 0.95])
