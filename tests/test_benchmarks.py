@@ -122,10 +122,9 @@ def test_compare_sums_up_runs_by_flow(
             run.evaluation(0, {"eval/avg@k": before, "eval/k": 1})
             run.train(1, {"reward/mean": 0.5, "token_diff/share": float(diff > 0), **differences, **times, **speed})
             run.evaluation(1, {"eval/avg@k": after, "eval/k": 1})
+    out = tmp_path / "out.json"
     compare = __import__("compare")
-    monkeypatch.setattr(
-        sys, "argv", ["compare.py", *map(str, sorted(tmp_path.iterdir())), "--json", str(tmp_path / "out.json")]
-    )
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, sorted(tmp_path.iterdir())), "--json", str(out)])
     compare.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| `fp8` | 0.300 | 0.850 (0.141) | 0.500 | 0 | 0 | 0 | 0% | 100 | 50 |"
