@@ -167,7 +167,6 @@ def check(
     """Prove that engine and trainer agree to the bit, operator by operator; exit status 1 if they do not."""
     from jetrl.check import check_model
     from jetrl.flow import build_flow
-    from jetrl.model.checkpoint import load_weights
     from jetrl.model.config import read_config
     from jetrl.model.sources import resolve_model
     from jetrl.model.transformer import Transformer
@@ -177,8 +176,7 @@ def check(
     flow_graph = build_flow(flow, config)
     if not flow_graph.exact:
         raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
-    transformer = Transformer(config, flow_graph.trainer_layers(config))
-    transformer.load(load_weights(source, config))
+    transformer = Transformer.of_folder(source, config, flow_graph.trainer_layers(config))
     results = check_model(transformer, tokens, seed)
     table = Table(title=f"{source.name}, flow {flow}", title_justify="left")
     table.add_column("claim")

@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from jetrl.config import FlowName, RunConfig
 from jetrl.flow import build_flow
 from jetrl.loop import evaluate_rollouts
-from jetrl.model.checkpoint import load_weights
 from jetrl.model.config import read_config
 from jetrl.model.sources import resolve_model
 from jetrl.model.tokenizer import load_tokenizer, stop_token_ids
@@ -21,7 +20,7 @@ from jetrl.model.transformer import Transformer
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request
 from jetrl.rollout.engine import Engine, EngineLimits
-from jetrl.run import load_rollout_model, setup
+from jetrl.run import setup
 
 
 def evaluate_model(config: RunConfig) -> tuple[dict[str, float], list[str]]:
@@ -30,7 +29,8 @@ def evaluate_model(config: RunConfig) -> tuple[dict[str, float], list[str]]:
         raise ValueError("eval.prompts is 0, so there is nothing to evaluate; give eval.prompts=64, for instance")
     s = setup(config)
     try:
-        engine = Engine(load_rollout_model(s), s.batches.limits, s.eos)
+        model = Transformer.of_folder(s.source, s.model, s.flow.rollout_layers(s.model))
+        engine = Engine(model, s.batches.limits, s.eos)
         return evaluate_rollouts(config, s.held_out, engine, s.decode, s.task.grade_all)
     finally:
         s.task.close()
@@ -75,8 +75,7 @@ def generate_texts(
         texts = [str(tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=False)) for m in messages]
     ids = [tokenizer.encode(t, add_special_tokens=not chat) for t in texts]
     requests = [Request(list(i), [sample_seed(seed, 0, p, k) for k in range(samples)], max_tokens) for p, i in enumerate(ids)]
-    model = Transformer(config, build_flow(flow, config).rollout_layers(config))
-    model.load(load_weights(source, config))
+    model = Transformer.of_folder(source, config, build_flow(flow, config).rollout_layers(config))
     running = min(len(prompts) * samples, 256)
     longest = max(map(len, ids)) + max_tokens + 32
     engine = Engine(model, EngineLimits(running, 2048, running * longest, 16), stop_token_ids(config, tokenizer))

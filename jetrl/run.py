@@ -114,13 +114,6 @@ def _overlong(what: str, counts: PromptCounts, config: RunConfig) -> list[str]:
     return [f"{counts.overlong} of {total} {what} left out: over task.max_prompt_tokens={limit} (longest {counts.longest})"]
 
 
-def load_rollout_model(s: Setup) -> Transformer:
-    """The model as the rollout side of the flow sees it, weights loaded."""
-    model = Transformer(s.model, s.flow.rollout_layers(s.model))
-    model.load(load_weights(s.source, s.model))
-    return model
-
-
 class RunMonitor:
     """Sends each row to the run folder, then to the screen."""
 

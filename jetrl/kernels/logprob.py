@@ -24,6 +24,7 @@ from torch import Tensor
 
 from jetrl.kernels.exact import exact_product, left_operand, order_free_sum
 from jetrl.kernels.gemm import Bf16Weight
+from jetrl.kernels.memory import row_chunks
 
 _GRID_BITS = 34
 _CHUNK_LOGITS = 1 << 24  # logits of one chunk: 128 MB in float64
@@ -59,16 +60,16 @@ def distribution(hidden: Tensor, head: Bf16Weight, temperature: float) -> Distri
     return Distribution(logits, weights, shift, torch.log(order_free_sum(weights, _GRID_BITS)))
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, _CHUNK_LOGITS // vocabulary)
-    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+def logit_chunks(rows: int, vocabulary: int) -> list[slice]:
+    """Slices of rows whose logits are held at once, in sampling and in training."""
+    return row_chunks(rows, vocabulary, _CHUNK_LOGITS, at_least=1)
 
 
 def chosen_logprobs(hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of one token a row, and the entropy. Returns float32 [R], float64 [R]."""
     logprobs = torch.empty(hidden.shape[0], dtype=torch.float32)
     entropy = torch.empty(hidden.shape[0], dtype=torch.float64)
-    for part in _chunks(hidden.shape[0], head.value.shape[0]):
+    for part in logit_chunks(hidden.shape[0], head.value.shape[0]):
         rows = distribution(hidden[part], head, temperature)
         logprobs[part] = rows.logprobs(tokens[part])
         entropy[part] = rows.entropy()
@@ -85,7 +86,7 @@ def chosen_logprobs_grad(
     dhidden = torch.zeros_like(hidden)
     active = dlogprobs.nonzero().squeeze(1)
     wide_head = head.value.double()
-    for part in _chunks(len(active), head.value.shape[0]):
+    for part in logit_chunks(len(active), head.value.shape[0]):
         index = active[part]
         rows = distribution(hidden[index], head, temperature)
         scale = (dlogprobs[index].double() / temperature).unsqueeze(1)
@@ -108,5 +109,4 @@ def sample(rows: Distribution, uniform: Tensor) -> Tensor:
 
 def greedy(rows: Distribution) -> Tensor:
     """The most likely token of each row, the first one of equals. Returns int64 [R]."""
-    best = rows.logits == rows.logits.amax(1, keepdim=True)
-    return best.to(torch.int8).argmax(1)
+    return rows.logits.argmax(1)

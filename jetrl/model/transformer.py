@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from jetrl.kernels import norm
 from jetrl.kernels.gemm import Bf16Weight, Fp8Weight
 from jetrl.kernels.logprob import Distribution, distribution
 from jetrl.model import linear as ops
-from jetrl.model.checkpoint import parameter_shapes
+from jetrl.model.checkpoint import load_weights, parameter_shapes
 from jetrl.model.config import ModelConfig, RopeScaling, linear_names
 from jetrl.model.context import Context
 from jetrl.model.linear import Leaf
@@ -73,6 +74,13 @@ class Transformer:
         self.head = self.leaves[head]
         angles = torch.arange(config.max_position_embeddings).unsqueeze(1) * rotary_frequencies(config)
         self._cos, self._sin = angles.cos().float(), angles.sin().float()
+
+    @staticmethod
+    def of_folder(folder: Path, config: ModelConfig, fp8_layers: Collection[str]) -> Transformer:
+        """The model of a Hugging Face folder whose `config` was read before, weights loaded. Errors: see `load_weights`."""
+        model = Transformer(config, fp8_layers)
+        model.load(load_weights(folder, config))
+        return model
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Publish BF16 tensors, all leaves or none: every name, shape and dtype is checked before the first is assigned."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl.kernels.logprob import greedy, sample
+from jetrl.kernels.logprob import greedy, logit_chunks, sample
 from jetrl.model.transformer import Transformer
-
-_CHUNK_LOGITS = 1 << 24
 
 
 def next_tokens(
@@ -21,9 +19,7 @@ def next_tokens(
     """
     tokens: list[int] = []
     logprobs: list[float] = []
-    step = max(1, _CHUNK_LOGITS // model.config.vocab_size)
-    for first in range(0, hidden.shape[0], step):
-        part = slice(first, first + step)
+    for part in logit_chunks(hidden.shape[0], model.config.vocab_size):
         rows = model.distribution(hidden[part], temperature or 1.0)
         if not torch.isfinite(rows.log_sum).all():
             raise ValueError(
