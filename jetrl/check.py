@@ -15,7 +15,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from jetrl.model.context import PackedContext
 from jetrl.model.transformer import Trace, Transformer
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request, Rollout
@@ -67,7 +66,7 @@ class Recording:
         self.seen[index] = True
 
         def record(name: str, tensor: Tensor) -> None:
-            flat = tensor.detach().reshape(len(rows), -1)
+            flat = tensor.detach().reshape(len(rows), -1).cpu()
             if name not in self.tensors:
                 self.tensors[name] = torch.zeros(len(self.seen), flat.shape[1], dtype=flat.dtype)
             self.tensors[name][index] = flat
@@ -93,11 +92,12 @@ class Recording:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+    whole = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.uint8: torch.uint8}
+    return tensor.view(whole[tensor.dtype])
 
 
 def _describe(value: Tensor) -> str:
-    width = 4 if value.dtype == torch.bfloat16 else 8
+    width = 2 * value.element_size()
     return f"{float(value):.9g} (0x{int(_bits(value.reshape(1))) & (16**width - 1):0{width}x})"
 
 
@@ -107,7 +107,7 @@ def trainer_recording(model: Transformer, sequences: Sequence[Sequence[int]]) ->
     recording = Recording(lengths)
     tokens = torch.tensor([t for s in sequences for t in s])
     with torch.enable_grad():
-        hidden = model.forward(tokens, PackedContext.of(lengths), recording.rows(recording._places))
+        hidden = model.forward(tokens, model.packed(lengths), recording.rows(recording._places))
     return recording, hidden.detach()
 
 
@@ -149,11 +149,12 @@ def _logprob_result(name: str, model: Transformer, hidden: Tensor, case: _Case, 
     for i, (sequence, prompt) in enumerate(zip(case.sequences, case.prompts, strict=True)):
         mine, _ = model.chosen_logprobs(parts[i][prompt - 1 : -1], torch.tensor(sequence[prompt:]), case.temperature)
         theirs = torch.tensor(logprobs[i], dtype=torch.float32)
-        unequal = (_bits(mine.detach()) != _bits(theirs)).nonzero()
+        mine = mine.detach().cpu()
+        unequal = (_bits(mine) != _bits(theirs)).nonzero()
         rows, differing = rows + len(theirs), differing + len(unequal)
         if len(unequal) and first is None:
             at = int(unequal[0])
-            first = Difference("logprob", i, prompt + at, 0, _describe(mine.detach()[at]), _describe(theirs[at]))
+            first = Difference("logprob", i, prompt + at, 0, _describe(mine[at]), _describe(theirs[at]))
     return CheckResult(name, rows, 1, differing, first)
 
 
@@ -217,7 +218,7 @@ def _packed(model: Transformer, case: _Case, reference: Recording, batches: Iter
         rows = [(i, p) for i, length in zip(batch, lengths, strict=True) for p in range(length)]
         with torch.no_grad():
             tokens = torch.tensor([case.sequences[i][p] for i, p in rows])
-            model.forward(tokens, PackedContext.of(lengths), recording.rows(rows))
+            model.forward(tokens, model.packed(lengths), recording.rows(rows))
     return reference.compare(recording, name)
 
 

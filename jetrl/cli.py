@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from jetrl.config import FlowName, load_config
+from jetrl.config import DeviceName, FlowName, load_config
 from jetrl.kernels.memory import keep_freed_memory
 from jetrl.rl.types import MismatchError
 
@@ -33,6 +33,7 @@ ConfigFile = Annotated[Path, typer.Argument(help="a YAML file, for instance conf
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: flow=bf16 optimizer.lr=1e-5")]
 ModelName = Annotated[str, typer.Argument(help="`demo`, `smollm2`, a Hugging Face model folder, or a hub id")]
 FlowOption = Annotated[FlowName, typer.Option(help="precision flow")]
+DeviceOption = Annotated[DeviceName, typer.Option(help="auto: a Hopper GPU if there is one, else the CPU")]
 
 
 def _table(title: str, rows: list[tuple[str, Any]]) -> None:
@@ -136,6 +137,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: DeviceOption = "auto",
 ) -> None:
     """Complete prompts, with the log-probability of each token."""
     from jetrl.evaluate import generate_texts, read_prompts
@@ -146,7 +148,7 @@ def generate(
     if out:  # a path that cannot be written is found out before the work
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
-    rows, speed = generate_texts(model, flow, prompts, chat, samples, max_tokens, temperature, seed, console)
+    rows, speed = generate_texts(model, flow, prompts, chat, samples, max_tokens, temperature, seed, device, console)
     if out:
         out.write_text("".join(json.dumps(row) + "\n" for row in rows))
         console.print(f"{len(rows)} completions in {out}, {speed:,.0f} tokens/s")
@@ -163,10 +165,12 @@ def check(
     flow: FlowOption = "fp8",
     tokens: Annotated[int, typer.Option(min=8, help="about so many random tokens in all")] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: DeviceOption = "auto",
 ) -> None:
     """Prove that engine and trainer agree to the bit, operator by operator; exit status 1 if they do not."""
     from jetrl.check import check_model
     from jetrl.flow import build_flow
+    from jetrl.kernels.select import device_of
     from jetrl.model.config import read_config
     from jetrl.model.sources import resolve_model
     from jetrl.model.transformer import Transformer
@@ -176,9 +180,9 @@ def check(
     flow_graph = build_flow(flow, config)
     if not flow_graph.exact:
         raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
-    transformer = Transformer.of_folder(source, config, flow_graph.trainer_layers(config))
+    transformer = Transformer.of_folder(source, config, flow_graph.trainer_layers(config), device_of(device))
     results = check_model(transformer, tokens, seed)
-    table = Table(title=f"{source.name}, flow {flow}", title_justify="left")
+    table = Table(title=f"{source.name}, flow {flow}, {transformer.device}", title_justify="left")
     table.add_column("claim")
     for column in ("rows", "tensors", "differing rows"):
         table.add_column(column, justify="right")

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 FlowName = Literal["fp8", "bf16", "fp8_rollout"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 class _Section(BaseModel):
@@ -106,6 +107,9 @@ class RunConfig(_Section):
         default="demo", description="a Hugging Face folder or hub id, `smollm2`, or `demo`, the model that ships with jetrl"
     )
     flow: FlowName = Field(default="fp8", description="precision flow: fp8, bf16, or the mismatched baseline fp8_rollout")
+    device: DeviceName = Field(
+        default="auto", description="where the model runs: `auto` takes a Hopper GPU if there is one, else the `cpu`; or `cuda`"
+    )
     steps: int = Field(default=100, ge=1, description="steps of the run: rollout, then training on it")
     seed: int = Field(default=0, ge=0, description="decides problems, their order and every sample")
     folder: str | None = Field(default=None, description="run folder; default: runs/<time>-<flow>")

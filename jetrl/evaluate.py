@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jetrl.config import FlowName, RunConfig
 from jetrl.flow import build_flow
+from jetrl.kernels.select import device_of
 from jetrl.loop import evaluate_rollouts
 from jetrl.model.config import read_config
 from jetrl.model.sources import resolve_model
@@ -29,7 +30,7 @@ def evaluate_model(config: RunConfig) -> tuple[dict[str, float], list[str]]:
         raise ValueError("eval.prompts is 0, so there is nothing to evaluate; give eval.prompts=64, for instance")
     s = setup(config)
     try:
-        model = Transformer.of_folder(s.source, s.model, s.flow.rollout_layers(s.model))
+        model = Transformer.of_folder(s.source, s.model, s.flow.rollout_layers(s.model), device_of(config.device))
         engine = Engine(model, s.batches.limits, s.eos)
         return evaluate_rollouts(config, s.held_out, engine, s.decode, s.task.grade_all)
     finally:
@@ -61,6 +62,7 @@ def generate_texts(
     max_tokens: int,
     temperature: float,
     seed: int,
+    device: str,
     console: Console,
 ) -> tuple[list[dict[str, Any]], float]:
     """Complete prompts; returns one row a completion, and tokens/s."""
@@ -75,7 +77,7 @@ def generate_texts(
         texts = [str(tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=False)) for m in messages]
     ids = [tokenizer.encode(t, add_special_tokens=not chat) for t in texts]
     requests = [Request(list(i), [sample_seed(seed, 0, p, k) for k in range(samples)], max_tokens) for p, i in enumerate(ids)]
-    model = Transformer.of_folder(source, config, build_flow(flow, config).rollout_layers(config))
+    model = Transformer.of_folder(source, config, build_flow(flow, config).rollout_layers(config), device_of(device))
     running = min(len(prompts) * samples, 256)
     longest = max(map(len, ids)) + max_tokens + 32
     engine = Engine(model, EngineLimits(running, 2048, running * longest, 16), stop_token_ids(config, tokenizer))

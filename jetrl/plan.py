@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from math import prod
 
 from jetrl.config import RunConfig
+from jetrl.kernels.select import device_of
 from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names
 from jetrl.rollout.engine import EngineLimits, plan_cache
 
 GB = 1e9
-# Bytes a parameter on a CPU, see kernels/gemm.py and train/: what each side keeps.
-_PUBLISHED = {"fp8": 1 + 8, "bf16": 2 + 8}  # codes or values, and the float64 operand
-_TRAINING = 4 + 8 + 8  # FP32 master, two FP32 moments, float64 gradient
+# Bytes a parameter, see kernels/ and train/: what each side keeps.
+_PUBLISHED = {
+    "cpu": {"fp8": 1 + 8, "bf16": 2 + 8},  # codes or values, and the float64 operand
+    "cuda": {"fp8": 1 + 1, "bf16": 2},  # codes and their transpose
+}
+_TRAINING = {"cpu": 4 + 8 + 8, "cuda": 4 + 8 + 4}  # FP32 master, two FP32 moments, the gradient
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,14 +62,16 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> list[tuple[str, float]]:
-    """What a run holds on a CPU, name and GB. Activations are of one microbatch; the rest lives all the time."""
+    """What a run holds on its device, name and GB. Activations are of one microbatch; the rest lives all the time."""
     count = parameter_count(model)
     shapes = parameter_shapes(model)
     linear = sum(prod(shapes[name]) for name in linear_names(model))
     head = model.vocab_size * model.hidden_size
     layouts = {"fp8": ["fp8"], "bf16": ["bf16"], "fp8_rollout": ["bf16", "fp8"]}[config.flow]
-    published = sum(linear * _PUBLISHED[kind] + head * _PUBLISHED["bf16"] for kind in layouts)
-    reference = linear * _PUBLISHED[layouts[0]] + head * _PUBLISHED["bf16"] if config.algorithm.kl_coef else 0
+    device = device_of(config.device).type
+    per = _PUBLISHED[device]
+    published = sum(linear * per[kind] + head * per["bf16"] for kind in layouts)
+    reference = linear * per[layouts[0]] + head * per["bf16"] if config.algorithm.kl_coef else 0
     cache = batches.limits.cache_tokens * model.num_layers * 2 * model.kv_size * 2
     # A layer keeps, per token: residual and norms, q k v, attention, gate and up, and the FP8 or BF16 inputs of four products.
     width = 8 * model.hidden_size + 4 * (model.q_size + 2 * model.kv_size) + 7 * model.intermediate_size
@@ -75,7 +81,7 @@ def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> li
     return [
         ("weights as the kernels read them", published / GB),
         ("reference model for the KL", reference / GB),
-        ("masters, moments and gradients", count * _TRAINING / GB),
+        ("masters, moments and gradients", count * _TRAINING[device] / GB),
         ("KV cache", cache / GB),
         ("activations of one microbatch", activations / GB),
     ]

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from jetrl.check import diagnose
 from jetrl.config import RunConfig, load_config
 from jetrl.flow import Flow, build_flow, check_flow
+from jetrl.kernels.select import device_of
 from jetrl.loop import Job, train
 from jetrl.model.checkpoint import load_weights
 from jetrl.model.config import ModelConfig, read_config
@@ -72,6 +73,7 @@ def setup(config: RunConfig) -> Setup:
     model = read_config(source)
     flow = build_flow(config.flow, model)
     check_flow(flow)
+    device_of(config.device)
     tokenizer = load_tokenizer(source, model)
     task = load_task(config.task, seed=config.seed)
     notes = [*model.notes, *(f"{count} problems left out: {why}" for why, count in task.dropped.items() if count)]
@@ -140,9 +142,10 @@ class RunMonitor:
 
 def _models(s: Setup) -> tuple[Transformer, Transformer]:
     """The trainer's model and the engine's: one object where both sides have the same FP8 layers."""
+    device = device_of(s.config.device)
     trainer_layers, rollout_layers = s.flow.trainer_layers(s.model), s.flow.rollout_layers(s.model)
-    trainer = Transformer(s.model, trainer_layers)
-    return trainer, trainer if set(trainer_layers) == set(rollout_layers) else Transformer(s.model, rollout_layers)
+    trainer = Transformer(s.model, trainer_layers, device)
+    return trainer, trainer if set(trainer_layers) == set(rollout_layers) else Transformer(s.model, rollout_layers, device)
 
 
 def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: Callable[[], bool]) -> Job:
@@ -152,7 +155,7 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
     weights = load_weights(s.source, model)
     reference = None
     if config.algorithm.kl_coef:
-        reference = Transformer(model, s.flow.trainer_layers(model))
+        reference = Transformer(model, s.flow.trainer_layers(model), training.device)
         reference.load(weights)
     temperature = config.rollout.temperature
     objective = Objective(

@@ -157,8 +157,8 @@ def test_diagnose_names_operator_and_position(monkeypatch: pytest.MonkeyPatch, o
 def test_diagnose_names_the_logprob_when_hidden_states_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen3")
     rollout = rollout_of(model, 0.7)
-    distribution = Transformer.distribution
-    monkeypatch.setattr(Transformer, "distribution", lambda self, hidden, temperature: distribution(self, hidden, 0.70001))
+    drawn = Transformer.next_tokens
+    monkeypatch.setattr(Transformer, "next_tokens", lambda self, *rest: drawn(self, *rest[:-1], 0.70001))
     text = diagnose(model, model, rollout, 0, 0.7)
     assert "hidden states agree; first difference, trainer against engine: logprob, sequence 0, token position 20" in text
 

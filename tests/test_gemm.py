@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import reduce
 from operator import add
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels import gemm, quant
+from jetrl.kernels.cpu import CpuOps
 from jetrl.kernels.gemm import Bf16Weight, Fp8Weight, Weight
+from jetrl.kernels.ops import Activation, Spec
 from jetrl.kernels.quant import TokenGroups, token_groups
-from jetrl.model import linear as ops
-from jetrl.model.linear import Leaf
+from jetrl.model.layer import Layer, _product
+from jetrl.model.leaf import Leaf
 from tests.test_quant import cuts, e4m3, reference_rows, reference_tokens, reference_values, reference_weight
 
 Kind = type[Fp8Weight] | type[Bf16Weight]
@@ -172,7 +175,7 @@ LENGTHS = [130, 5, 257, 64, 1]  # no total is divisible by 32 or 128
 
 def accumulate(dy: Tensor, x: Tensor, lengths: list[int], weight: Weight, accumulator: Tensor) -> Tensor:
     groups: TokenGroups = token_groups(lengths)
-    gemm.grad_weight(dy, gemm.save_activation(x, groups, weight), groups, accumulator)
+    gemm.grad_weight(dy, gemm.save_activation(x, groups, isinstance(weight, Fp8Weight)), groups, accumulator)
     return accumulator
 
 
@@ -217,30 +220,38 @@ def test_the_split_would_matter_if_groups_crossed_sequences() -> None:
     assert not torch.equal(right.float(), wrong.float())
 
 
+OPS: Any = CpuOps()
+NAMES: dict[Any, Any] = {Fp8Weight: "fp8", Bf16Weight: "bf16", None: "plain"}
+
+
 def leaf(kind: Kind | None, tensor: Tensor, parts: tuple[int, ...] = ()) -> Leaf:
-    made = Leaf("leaf", tuple(tensor.shape), kind, parts, grad=torch.zeros(tensor.shape, dtype=torch.float64))
-    made.assign(tensor)
+    made = Leaf("leaf", tuple(tensor.shape), NAMES[kind], parts, grad=torch.zeros(tensor.shape, dtype=torch.float64))
+    made.assign(tensor, OPS)
     return made
+
+
+def backward(weight: Leaf, bias: Leaf, x: Tensor, dy: Tensor, lengths: list[int]) -> Tensor:
+    heads: Any = None
+    layer, groups = Layer(0, {"down": weight, "down_bias": bias}, heads, 1e-6, OPS), token_groups(lengths)
+    kept = OPS.activation(x, layer.spec("down", groups))
+    return _product(layer, "down", OPS.activation(dy, layer.gradient_spec("down", groups)), kept, groups)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bias_is_added_and_trained(kind: Kind) -> None:
     x, w, b = noise(135, 140), noise(150, 140, seed=1), noise(1, 150, seed=3)[0]
     b[:] = torch.linspace(-3, 3, 150).bfloat16()
-    weight, bias, groups = leaf(kind, w, (100, 50)), leaf(None, b), token_groups([130, 5])
-    with torch.no_grad():
-        quiet = ops.linear(x, weight, bias, None)
+    weight, bias = leaf(kind, w, (100, 50)), leaf(None, b)
+    y = OPS.linear(OPS.activation(x, Spec(kind is Fp8Weight)), weight.value, bias.value)
     plain = gemm.forward(x, weight.value)
-    assert same_bits(quiet, (plain.float() + b.float()).bfloat16())
-    assert not torch.equal(quiet, plain)
-    watched = x.clone().requires_grad_()
-    y = ops.linear(watched, weight, bias, groups)
-    assert same_bits(y.detach(), quiet)
+    assert same_bits(y, (plain.float() + b.float()).bfloat16())
+    assert not torch.equal(y, plain)
+    assert same_bits(OPS.linear(Activation(x), weight.value, None), plain)
     dy = noise(135, 150, seed=2)
-    y.backward(dy)
-    assert bias.grad is not None and weight.grad is not None and watched.grad is not None
+    dx = backward(weight, bias, x, dy, [130, 5])
+    assert bias.grad is not None and weight.grad is not None
     assert torch.allclose(bias.grad, dy.double().sum(0), rtol=1e-12)
-    assert same_bits(watched.grad, gemm.grad_input(dy, weight.value))
+    assert same_bits(dx, gemm.grad_input(dy, weight.value))
     assert torch.equal(weight.grad, accumulate(dy, x, [130, 5], weight.value, torch.zeros(150, 140).double()))
 
 
@@ -248,9 +259,8 @@ def test_the_bias_is_added_and_trained(kind: Kind) -> None:
 def test_a_leaf_without_an_accumulator_is_not_trained(frozen: str) -> None:
     leaves = {"weight": leaf(Fp8Weight, noise(30, 40, seed=1), (30,)), "bias": leaf(None, noise(1, 30)[0])}
     leaves[frozen].grad = None
-    x = noise(9, 40).requires_grad_()
-    ops.linear(x, leaves["weight"], leaves["bias"], token_groups([9])).backward(noise(9, 30, seed=2))
-    assert leaves[frozen].grad is None and x.grad is not None
+    backward(leaves["weight"], leaves["bias"], noise(9, 40), noise(9, 30, seed=2), [9])
+    assert leaves[frozen].grad is None
     (other,) = (value for name, value in leaves.items() if name != frozen)
     assert other.grad is not None and other.grad.abs().sum() > 0
 
@@ -261,5 +271,5 @@ def test_a_leaf_refuses_other_shapes_and_dtypes(kind: Kind | None) -> None:
     before = made.value
     for wrong in (noise(30, 41), noise(30, 40).float(), noise(1200, 1)):
         with pytest.raises(ValueError, match=r"leaf: got .* wanted torch\.bfloat16 \(30, 40\)"):
-            made.assign(wrong)
+            made.assign(wrong, OPS)
     assert made.value is before

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from jetrl.kernels import gemm
 from jetrl.kernels.gemm import Bf16Weight, Fp8Weight
+from jetrl.kernels.logprob import distribution
 from jetrl.model.checkpoint import hf_tensors, load_weights
 from jetrl.model.config import ModelConfig, read_config
 from jetrl.model.context import KVCache, PackedContext, PagedContext
@@ -81,7 +82,7 @@ def packed(model: Transformer, ids: Tensor, lengths: Collection[int]) -> Tensor:
 
 
 def logits(model: Transformer, ids: Tensor, lengths: Collection[int]) -> Tensor:
-    return model.distribution(packed(model, ids, lengths), 1.0).logits.double()
+    return distribution(packed(model, ids, lengths), model.head.value, 1.0).logits.double()
 
 
 def error(seen: Tensor, wanted: Tensor) -> float:
@@ -222,7 +223,7 @@ def test_the_training_forward_is_the_forward(fp8: bool, case: Callable[[str], Ca
     logprobs, entropy = model.chosen_logprobs(hidden, ids, 0.7)
     assert logprobs.requires_grad and not entropy.requires_grad
     with torch.no_grad():
-        rows = model.distribution(hidden, 0.7)
+        rows = distribution(hidden, model.head.value, 0.7)
     assert same_bits(logprobs.detach(), rows.logprobs(ids))
 
 

@@ -24,7 +24,8 @@ float64, chunked over queries.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,19 @@ class Layout:
     """Where the queries and keys of a forward lie."""
 
     buckets: list[Bucket]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The same for a GPU, where a kernel works the indices out: which tokens are new, and where each sequence's keys lie."""
+
+    query_lengths: list[int]  # new tokens, packed in this order
+    context_lengths: list[int]  # keys each ends with, the new ones included
+    key_starts: list[int] | None  # packed keys: flat row of each sequence's first key
+    block_tables: Tensor | None  # paged keys: int32 [S, most blocks]
+    block_size: int
+    device: torch.device
+    made: dict[tuple[int, int], Any] = field(default_factory=dict)  # tiles by (heads, kv_heads), shared by all layers
 
 
 def prepare(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -122,9 +122,9 @@ def grad_input(dy: Tensor, weight: Weight) -> Tensor:
     return dx
 
 
-def save_activation(x: Tensor, groups: TokenGroups, weight: Weight) -> Quantized | Tensor:
+def save_activation(x: Tensor, groups: TokenGroups, fp8: bool) -> Quantized | Tensor:
     """What the forward keeps of x [M, K] for grad_weight: 128x1 codes and scales in FP8 (half of BF16), else x."""
-    return quant.quantize_tokens(x, groups) if isinstance(weight, Fp8Weight) else x
+    return quant.quantize_tokens(x, groups) if fp8 else x
 
 
 def grad_weight(dy: Tensor, saved: Quantized | Tensor, groups: TokenGroups, accumulator: Tensor) -> None:

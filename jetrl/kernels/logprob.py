@@ -104,7 +104,8 @@ def sample(rows: Distribution, uniform: Tensor) -> Tensor:
     cumulative = integers.cumsum(1)
     total = cumulative[:, -1:]
     target = torch.minimum((uniform.unsqueeze(1) * total.double()).long(), total - 1)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return drawn.clamp_(max=cumulative.shape[1] - 1)  # beyond the vocabulary only where logits are NaN
 
 
 def greedy(rows: Distribution) -> Tensor:

@@ -25,6 +25,7 @@ Given up: a NaN or an infinity poisons its whole group (it stays visible as NaN,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,19 +47,25 @@ class Quantized:
     scales: Tensor  # float32; code * scale is the value
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class TokenGroups:
-    """Which token belongs to which group of at most 128 tokens of one sequence."""
+    """Groups of at most 128 tokens of one sequence; they cover all tokens, in order."""
 
-    group_of_token: Tensor  # int64 [T], ascending
-    count: int  # of groups
+    starts: Tensor  # int32 [G], first token of each group
+    sizes: Tensor  # int32 [G]
+    count: int  # G
+
+    @cached_property
+    def group_of_token(self) -> Tensor:
+        """Group of each token, int64 [T], ascending."""
+        return torch.repeat_interleave(torch.arange(self.count, device=self.sizes.device), self.sizes)
 
 
-def token_groups(lengths: list[int]) -> TokenGroups:
+def token_groups(lengths: list[int], device: torch.device | str = "cpu") -> TokenGroups:
     """Cut each sequence, lengths in tokens, into groups of 128; the last group of a sequence may be shorter."""
-    sizes = [min(GROUP, n - start) for n in lengths for start in range(0, n, GROUP)]
-    index = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64))
-    return TokenGroups(index, len(sizes))
+    sizes = torch.tensor([min(GROUP, n - start) for n in lengths for start in range(0, n, GROUP)], dtype=torch.int32)
+    starts = (sizes.cumsum(0) - sizes).int()
+    return TokenGroups(starts.to(device), sizes.to(device), len(sizes))
 
 
 def _scale(amax: Tensor) -> Tensor:

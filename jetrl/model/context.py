@@ -19,21 +19,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import Bucket, Layout
+from jetrl.kernels.attention import Bucket, Layout, Sequences
+from jetrl.kernels.ops import Target
 from jetrl.kernels.quant import TokenGroups, token_groups
 
 _SMALLEST_KEYS, _SMALLEST_QUERIES = 64, 16  # buckets below these sizes would cost more calls than padding
 
 
 class Context(Protocol):
-    """Positions and token groups of the flat tokens, and the layer's keys and values."""
+    """Positions and token groups of the flat tokens, and where a layer's keys and values lie."""
 
     positions: Tensor  # int64 [T]
-    layout: Layout
+    layout: Layout | Sequences  # on a CPU, on a GPU
     groups: TokenGroups | None  # only when gradients are wanted
 
-    def keys_values(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the new tokens' keys and values [T, kv_heads, D]; give the flat rows that `layout.key_index` points into."""
+    def target(self, layer: int, kv_heads: int, dim: int) -> Target:
+        """Where a layer's new keys and values go; its flat rows are what `layout` points into."""
         ...
 
 
@@ -75,20 +76,25 @@ class PackedContext:
     """Whole sequences packed one behind the other: training, scoring, and the reference of every check."""
 
     positions: Tensor
-    layout: Layout
+    layout: Layout | Sequences
     groups: TokenGroups | None
 
     @staticmethod
-    def of(lengths: list[int]) -> PackedContext:
+    def of(lengths: list[int], device: torch.device | str = "cpu") -> PackedContext:
         """Context of sequences with these lengths in tokens."""
         sizes = torch.tensor(lengths)
         starts = sizes.cumsum(0) - sizes
         positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
-        layout = build_layout(lengths, lengths, lambda sequences, position: starts[sequences].unsqueeze(1) + position)
-        return PackedContext(positions, layout, token_groups(lengths))
+        layout: Layout | Sequences
+        if torch.device(device).type == "cpu":
+            layout = build_layout(lengths, lengths, lambda sequences, position: starts[sequences].unsqueeze(1) + position)
+        else:
+            layout = Sequences(lengths, lengths, starts.tolist(), None, 0, torch.device(device))
+        return PackedContext(positions.to(device), layout, token_groups(lengths, device))
 
-    def keys_values(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys, values
+    def target(self, layer: int, kv_heads: int, dim: int) -> Target:
+        keys, values = self.positions.new_empty((2, len(self.positions), kv_heads, dim), dtype=torch.bfloat16)
+        return Target(keys, values, None)
 
 
 @dataclass(slots=True)
@@ -100,10 +106,13 @@ class KVCache:
     block_size: int
 
     @staticmethod
-    def allocate(layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> KVCache:
+    def allocate(
+        layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device | str = "cpu"
+    ) -> KVCache:
         """An empty cache of `blocks` blocks of `block_size` tokens."""
         shape = (layers, blocks * block_size, kv_heads, head_dim)
-        return KVCache(torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16), block_size)
+        keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+        return KVCache(keys, values, block_size)
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` slots of a block, in all layers."""
@@ -117,7 +126,7 @@ class PagedContext:
     """New tokens of running sequences, whose earlier keys and values lie in the paged cache."""
 
     positions: Tensor
-    layout: Layout
+    layout: Layout | Sequences
     cache: KVCache
     slot_mapping: Tensor  # int64 [T], slot of each new token
     groups: TokenGroups | None = None
@@ -135,9 +144,13 @@ class PagedContext:
         first = torch.repeat_interleave(contexts - lengths - (lengths.cumsum(0) - lengths), lengths)
         positions = torch.arange(int(lengths.sum())) + first
         mapping = slots(sequence, positions.unsqueeze(1)).squeeze(1)
-        return PagedContext(positions, build_layout(query_lengths, context_lengths, slots), cache, mapping)
+        device = cache.keys.device
+        layout: Layout | Sequences
+        if device.type == "cpu":
+            layout = build_layout(query_lengths, context_lengths, slots)
+        else:
+            layout = Sequences(query_lengths, context_lengths, None, block_tables.int().to(device), size, device)
+        return PagedContext(positions.to(device), layout, cache, mapping.to(device))
 
-    def keys_values(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.cache.keys[layer, self.slot_mapping] = keys
-        self.cache.values[layer, self.slot_mapping] = values
-        return self.cache.keys[layer], self.cache.values[layer]
+    def target(self, layer: int, kv_heads: int, dim: int) -> Target:
+        return Target(self.cache.keys[layer], self.cache.values[layer], self.slot_mapping)

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jetrl.kernels import norm
-from jetrl.kernels.gemm import Bf16Weight, Fp8Weight
-from jetrl.kernels.logprob import Distribution, distribution
-from jetrl.model import linear as ops
+from jetrl.kernels.ops import Activation, Heads, Spec
+from jetrl.kernels.select import ops_for
+from jetrl.model import layer as layers
 from jetrl.model.checkpoint import load_weights, parameter_shapes
 from jetrl.model.config import ModelConfig, RopeScaling, linear_names
-from jetrl.model.context import Context
-from jetrl.model.linear import Leaf
+from jetrl.model.context import Context, KVCache, PackedContext, PagedContext
+from jetrl.model.layer import ChosenLogprobsFunction, EmbedFunction, Layer, LayerFunction, NormFunction
+from jetrl.model.leaf import Kind, Leaf
 
 Trace = Callable[[str, Tensor], None]
 
@@ -60,25 +60,39 @@ def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 class Transformer:
     """A decoder whose leaves are filled by `load` and refreshed by each publish."""
 
-    def __init__(self, config: ModelConfig, fp8_layers: Collection[str]) -> None:
-        """`fp8_layers`: names out of `linear_names(config)` that run in FP8; the others run in BF16."""
-        self.config = config
+    def __init__(self, config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu") -> None:
+        """`fp8_layers`: names out of `linear_names(config)` that run in FP8; the others run in BF16.
+
+        Raises ValueError for a device without kernels, or for a model that its kernels cannot run.
+        """
+        self.config, self.device = config, torch.device(device)
         self.fp8_layers = frozenset(fp8_layers)
         matrices = set(linear_names(config))
         assert self.fp8_layers <= matrices, self.fp8_layers - matrices
+        self.ops = ops_for(self.device)
         self.leaves: dict[str, Leaf] = {}
         head = "embed" if config.tie_word_embeddings else "head"
         for name, shape in parameter_shapes(config).items():
-            operand = Fp8Weight if name in self.fp8_layers else Bf16Weight if name in matrices | {head} else None
-            self.leaves[name] = Leaf(name, shape, operand, _parts(config, name, shape[0]))
+            kind: Kind = "fp8" if name in self.fp8_layers else "bf16" if name in matrices | {head} else "plain"
+            self.leaves[name] = Leaf(name, shape, kind, _parts(config, name, shape[0]))
         self.head = self.leaves[head]
         angles = torch.arange(config.max_position_embeddings).unsqueeze(1) * rotary_frequencies(config)
-        self._cos, self._sin = angles.cos().float(), angles.sin().float()
+        cos, sin = (table.float().to(self.device) for table in (angles.cos(), angles.sin()))
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, cos, sin)
+        self.ops.check_heads(heads)
+        self.layers = [self._layer(i, heads) for i in range(config.num_layers)]
+
+    def _layer(self, index: int, heads: Heads) -> Layer:
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): leaf for name, leaf in self.leaves.items() if name.startswith(prefix)}
+        return Layer(index, own, heads, self.config.rms_norm_eps, self.ops)
 
     @staticmethod
-    def of_folder(folder: Path, config: ModelConfig, fp8_layers: Collection[str]) -> Transformer:
+    def of_folder(
+        folder: Path, config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu"
+    ) -> Transformer:
         """The model of a Hugging Face folder whose `config` was read before, weights loaded. Errors: see `load_weights`."""
-        model = Transformer(config, fp8_layers)
+        model = Transformer(config, fp8_layers, device)
         model.load(load_weights(folder, config))
         return model
 
@@ -90,58 +104,60 @@ class Transformer:
         for name, leaf in self.leaves.items():
             leaf.check(weights[name])
         for name, leaf in self.leaves.items():
-            leaf.assign(weights[name])
+            leaf.assign(weights[name], self.ops)
+
+    def packed(self, lengths: list[int]) -> PackedContext:
+        """The context of whole sequences of these lengths, packed one behind the other."""
+        return PackedContext.of(lengths, self.device)
+
+    def paged(self, cache: KVCache, query_lengths: list[int], context_lengths: list[int], tables: Tensor) -> PagedContext:
+        """The context of new tokens of running sequences, see `PagedContext.of`."""
+        return PagedContext.of(cache, query_lengths, context_lengths, tables)
 
     def forward(self, tokens: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
-        """Hidden states after the final norm. tokens: int64 [T]. Returns BF16 [T, H]."""
-        eps = self.config.rms_norm_eps
-        cos, sin = self._cos[context.positions], self._sin[context.positions]
-        record = trace or (lambda name, tensor: None)
-        x = ops.embed(tokens, self.leaves["embed"])
+        """Hidden states after the final norm. tokens: int64 [T]. Returns BF16 [T, H]. Differentiable where gradients are on."""
+        tokens, record = tokens.to(self.device), _recorder(trace)
+        training = torch.is_grad_enabled()
+        embed = self.leaves["embed"]
+        x = EmbedFunction.apply(layers.anchor(), tokens, embed, self.ops) if training else embed.table()[tokens]
         record("embed", x)
-        for i in range(self.config.num_layers):
-            layer = f"layers.{i}."
-            attended = self._attention(i, ops.rms_norm(x, self.leaves[layer + "input_norm"], eps), context, cos, sin, record)
-            x = norm.add(x, attended)
-            record(layer + "residual", x)
-            normed = ops.rms_norm(x, self.leaves[layer + "post_norm"], eps)
-            record(layer + "post_norm", normed)
-            activated = ops.silu_mul(self._linear(layer + "gate_up", normed, context, record))
-            record(layer + "silu_mul", activated)
-            x = norm.add(x, self._linear(layer + "down", activated, context, record))
-            record(layer + "output", x)
-        hidden = ops.rms_norm(x, self.leaves["final_norm"], eps)
+        delta = None
+        for layer in self.layers:
+            if training:
+                x, delta = LayerFunction.apply(x, delta, layer, context, record)
+            else:
+                x, delta, _ = layers.forward(layer, x, delta, context, None, record)
+        final, eps = self.leaves["final_norm"], self.config.rms_norm_eps
+        if training:
+            hidden, total = NormFunction.apply(x, delta, final, eps, self.ops)
+        else:
+            total, normed, _ = self.ops.add_rms_norm(x, delta, final.value, eps, Spec(fp8=False))
+            hidden = normed.value
+        record(f"layers.{self.config.num_layers - 1}.output", total)
         record("final_norm", hidden)
         return hidden
 
-    def distribution(self, hidden: Tensor, temperature: float) -> Distribution:
-        """Next-token distributions of hidden states [R, H], for sampling."""
-        return distribution(hidden, self.head.value, temperature)
-
     def chosen_logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (float32 [R], differentiable) of tokens [R] after hidden states [R, H], and entropy [R]."""
-        return ops.chosen_logprobs(hidden, self.head, tokens, temperature)
+        tokens = tokens.to(self.device)
+        if torch.is_grad_enabled():
+            return ChosenLogprobsFunction.apply(hidden, self.head, tokens, temperature, self.ops)  # type: ignore[return-value]
+        return self.ops.chosen_logprobs(hidden, self.head.value, tokens, temperature)
 
-    def _linear(self, name: str, x: Tensor, context: Context, record: Trace) -> Tensor:
-        y = ops.linear(x, self.leaves[name], self.leaves.get(name + "_bias"), context.groups)
-        record(name, y)
-        return y
+    def next_tokens(self, hidden: Tensor, uniforms: Tensor, forced: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Tokens after hidden states [R, H] and their log-probabilities; see `Ops.next_tokens`."""
+        uniforms, forced = (x.to(self.device, non_blocking=True) for x in (uniforms, forced))
+        return self.ops.next_tokens(hidden, self.head.value, uniforms, forced, temperature)
 
-    def _attention(self, i: int, normed: Tensor, context: Context, cos: Tensor, sin: Tensor, record: Trace) -> Tensor:
-        config, layer, tokens = self.config, f"layers.{i}.", normed.shape[0]
-        record(layer + "input_norm", normed)
-        fused = self._linear(layer + "qkv", normed, context, record)
-        sizes = (config.q_size, config.kv_size, config.kv_size)
-        q, k, v = (x.reshape(tokens, -1, config.head_dim) for x in fused.split(sizes, 1))
-        if config.qk_norm:
-            q = ops.rms_norm(q, self.leaves[layer + "q_norm"], config.rms_norm_eps)
-            k = ops.rms_norm(k, self.leaves[layer + "k_norm"], config.rms_norm_eps)
-        q, k = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
-        record(layer + "query", q)
-        k, v = ops.prepare_keys_values(k, v)
-        record(layer + "keys", k)
-        record(layer + "values", v)
-        keys, values = context.keys_values(i, k, v)
-        attended = ops.attend(q, keys, values, context.layout)
-        record(layer + "attention", attended)
-        return self._linear(layer + "o", attended.reshape(tokens, -1), context, record)
+
+def _recorder(trace: Trace | None) -> layers.Record:
+    """Recorder of tensors and activations, for a trace that takes tensors."""
+
+    def record(name: str, tensor: Tensor | Activation) -> None:
+        if trace is None:
+            return
+        parts = tensor.tensors() if isinstance(tensor, Activation) else {"": tensor}
+        for suffix, part in parts.items():
+            trace(name + suffix, part)
+
+    return record

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.model.context import KVCache, PagedContext
+from jetrl.model.context import KVCache
 from jetrl.model.transformer import Trace, Transformer
 from jetrl.rl.seeds import uniform
 from jetrl.rl.types import Completion, Request
@@ -68,7 +68,9 @@ class Engine:
         config = model.config
         self.model, self.limits, self.eos = model, limits, frozenset(eos)
         blocks = limits.cache_tokens // limits.block_size
-        self.cache = KVCache.allocate(config.num_layers, blocks, limits.block_size, config.num_kv_heads, config.head_dim)
+        self.cache = KVCache.allocate(
+            config.num_layers, blocks, limits.block_size, config.num_kv_heads, config.head_dim, model.device
+        )
         self.policy_version = 0
         self.stats = EngineStats()
 
@@ -175,7 +177,7 @@ class Engine:
         widest = max(len(s.blocks) for s, _ in plan.work)
         tables = torch.tensor([s.blocks + [s.blocks[0]] * (widest - len(s.blocks)) for s, _ in plan.work])
         counts = [n for _, n in plan.work]
-        context = PagedContext.of(self.cache, counts, [s.computed + n for s, n in plan.work], tables)
+        context = self.model.paged(self.cache, counts, [s.computed + n for s, n in plan.work], tables)
         self.stats.computed_tokens += len(tokens)
         return self.model.forward(torch.tensor(tokens), context, recorder)
 

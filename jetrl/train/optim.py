@@ -65,5 +65,5 @@ class Optimizer:
         self.steps, self.skipped = steps, skipped
         for name, master in self.masters.items():
             if steps:
-                state: dict[str, Tensor] = {m: moments[f"{m}/{name}"].clone() for m in _MOMENTS}
+                state: dict[str, Tensor] = {m: moments[f"{m}/{name}"].to(master.device, copy=True) for m in _MOMENTS}
                 self._adamw.state[master] = {"step": torch.tensor(float(steps)), **state}

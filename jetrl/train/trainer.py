@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from jetrl.config import AlgorithmConfig, OptimizerConfig
-from jetrl.model.context import PackedContext
 from jetrl.model.transformer import Transformer
 from jetrl.rl.loss import LossStats, policy_loss, token_weights, truncated_importance
 from jetrl.rl.metrics import Mismatch, mismatch
@@ -65,12 +64,12 @@ class Trainer:
     ) -> None:
         """`weights`: the initial BF16 tensors, loaded into the models here. `reference`: the KL's, already loaded."""
         self.model, self.objective, self.reference = model, objective, reference
-        self.masters = {name: tensor.float().requires_grad_() for name, tensor in weights.items()}
+        self.masters = {name: tensor.to(model.device).float().requires_grad_() for name, tensor in weights.items()}
         self.optimizer = Optimizer(self.masters, objective.optimizer)
         self.policy_version = 0
         self.published_models = [model, *others]
-        for name, leaf in model.leaves.items():
-            leaf.grad = torch.zeros(self.masters[name].shape, dtype=torch.float64)
+        for leaf in model.leaves.values():
+            leaf.grad = torch.zeros(leaf.shape, dtype=model.ops.gradient_dtype, device=model.device)
         publish(self.masters, self.published_models)
 
     def old_logprobs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -121,8 +120,10 @@ class Trainer:
     def _logprobs(self, model: Transformer, packed: Packed, gradients: bool) -> tuple[Tensor, Tensor]:
         with torch.set_grad_enabled(gradients):
             lengths = packed.cu_seqlens.diff().tolist()
-            hidden = model.forward(packed.token_ids, PackedContext.of(lengths))
-            return model.chosen_logprobs(hidden[packed.rows], packed.targets, self.objective.temperature)
+            hidden = model.forward(packed.token_ids, model.packed(lengths))
+            rows = hidden[packed.rows.to(model.device)]
+            logprobs, entropy = model.chosen_logprobs(rows, packed.targets, self.objective.temperature)
+            return logprobs.cpu(), entropy.cpu()  # the loss is a few numbers a token; there it is the same on every device
 
     def _accumulate_packed(self, packed: Packed, old: Sequence[Tensor] | None, total: Accumulated) -> None:
         algorithm = self.objective.algorithm

@@ -1,0 +1,317 @@
+"""Matrix products on Hopper: block-scaled FP8 through `wgmma`, and BF16 whose rows do not depend on the batch.
+
+    forward        x  [M, K] 1x128    W   [N, K] 128x128      y  [M, N] BF16
+    grad_input     dy [M, N] 1x128    W^T [K, N] 128x128      dx [M, K] BF16
+    grad_weight    dy^T [N, T] 1x128  x^T [K, T] 1x128        dW [N, K] FP32, added to the accumulator
+    bf16           x  [M, K] BF16     W   [N, K] BF16         y  [M, N] BF16 or FP32
+
+Problem: the row of a product must be the same bits for 1 row and for 8,192. Libraries choose their split of K by M.
+
+Method: three backends, one chosen at start for each pair (N, K), never by M. In all of them a tile owns its outputs, walks K in
+blocks in order, and promotes each 128-wide FP8 block to FP32 with both scales:
+
+    acc = fma(dot(x_codes[m, b], w_codes[n, b]), x_scale[m, b] * w_scale[n, b], acc)
+
+    DeepGemm     the fastest, where sgl-deep-gemm is installed and TMA can address the rows: N and K multiples of 16
+    ScaledMm     torch's block-scaled product (cuBLAS): forward and grad_input; weight gradients pay an extra pass
+    TritonGemm   everything else, any size; and BF16 where there is no DeepGEMM
+
+FP8 forward and grad_input are the same bits in all three. Weight gradients agree to FP32 rounding, and so do BF16 products;
+within one backend each is deterministic and its rows are independent.
+
+Layout: operands are `Quantized` as hopper/quant.py makes them. Given up: FP8 speed in TritonGemm (about half of DeepGEMM).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from functools import cache
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.quant import Quantized
+
+log = logging.getLogger("jetrl")
+
+_VARIABLE = "JETRL_GEMM"
+
+
+class Backend(Protocol):
+    """The products of the table above."""
+
+    name: str
+
+    def fits(self, n: int, k: int) -> bool:
+        """Whether a product with N = n and K = k can run, for every M."""
+        ...
+
+    def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
+        """x [M, K] in 1x128, w [N, K] codes in 128x128: BF16 [M, N]."""
+        ...
+
+    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
+        """accumulator [N, K] FP32 += a b^T; a [N, T] and b [K, T] in 1x128, T a multiple of 128."""
+        ...
+
+    def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [M, K], w [N, K], BF16: BF16 or FP32 [M, N], rows independent of M."""
+        ...
+
+
+class DeepGemm:
+    """Kernels are compiled for each tile shape at first use and kept in DG_JIT_CACHE_DIR."""
+
+    name = "DeepGEMM"
+
+    def __init__(self) -> None:
+        import deep_gemm
+
+        self._library = deep_gemm
+
+    def fits(self, n: int, k: int) -> bool:
+        return n % 16 == 0 and k % 16 == 0  # TMA: rows of codes, and of BF16 and FP32 outputs, start at 16 bytes
+
+    def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
+        y = torch.empty(x.codes.shape[0], w.shape[0], dtype=torch.bfloat16, device=w.device)
+        self._library.fp8_gemm_nt((x.codes, x.scales), (w, w_scales), y, recipe=(1, 128, 128), disable_ue8m0_cast=True)
+        return y
+
+    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
+        self._library.fp8_gemm_nt(
+            (a.codes, a.scales),
+            (b.codes, b.scales),
+            accumulator,
+            c=accumulator,
+            recipe=(1, 1, 128),
+            disable_ue8m0_cast=True,
+        )
+
+    def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+        y = torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=w.device)
+        self._library.bf16_gemm_nt(x, w, y)
+        return y
+
+
+class TritonGemm:
+    """Own kernels; tiles of 128 columns and 64 or 128 rows, both `wgmma`, whose rows agree to the bit."""
+
+    name = "Triton"
+
+    def fits(self, n: int, k: int) -> bool:
+        return n > 0 and k > 0
+
+    def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
+        m, n, k = x.codes.shape[0], *w.shape
+        y = torch.empty(m, n, dtype=torch.bfloat16, device=w.device)
+        rows = 64 if m <= 64 else 128
+        grid = (triton.cdiv(m, rows) * triton.cdiv(n, 128),)
+        _fp8_kernel[grid](
+            x.codes, x.scales, w, w_scales, y, m, n, k, x.codes.stride(0), x.scales.stride(1), w_scales.stride(0),
+            ROWS=rows, num_warps=4 if rows == 64 else 8, num_stages=3,
+        )  # fmt: skip
+        return y
+
+    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
+        n, k, t = a.codes.shape[0], *b.codes.shape
+        grid = (triton.cdiv(n, 128) * triton.cdiv(k, 128),)
+        _fp8_accumulate_kernel[grid](
+            a.codes, a.scales, b.codes, b.scales, accumulator, n, k, t, a.scales.stride(1), b.scales.stride(1),
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+
+    def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+        m, n, k = x.shape[0], *w.shape
+        y = torch.empty(m, n, dtype=dtype, device=w.device)
+        rows = 64 if m <= 64 else 128
+        grid = (triton.cdiv(m, rows) * triton.cdiv(n, 128),)
+        _bf16_kernel[grid](
+            x, w, y, m, n, k, x.stride(0), ROWS=rows, num_warps=4 if rows == 64 else 8, num_stages=3
+        )  # fmt: skip
+        return y
+
+
+class ScaledMm:
+    """torch's block-scaled product. It wants M to be a multiple of 16, so rows are padded; BF16 runs in Triton."""
+
+    name = "torch._scaled_mm"
+
+    def __init__(self) -> None:
+        self._bf16 = TritonGemm()
+
+    def fits(self, n: int, k: int) -> bool:
+        return n % 16 == 0 and k % 16 == 0
+
+    def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
+        rows = x.codes.shape[0]
+        x = _padded_rows(x, 16)
+        y = torch._scaled_mm(x.codes, w.t(), scale_a=x.scales, scale_b=w_scales.t(), out_dtype=torch.bfloat16)
+        return y[:rows]
+
+    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
+        a, b, (n, k) = _padded_rows(a, 16), _padded_rows(b, 16), accumulator.shape
+        product = torch._scaled_mm(a.codes, b.codes.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=torch.float32)
+        accumulator.add_(product[:n, :k])
+
+    def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._bf16.bf16(x, w, dtype)
+
+
+def _padded_rows(x: Quantized, multiple: int) -> Quantized:
+    """x with rows of zero codes up to a multiple, scales dense by columns."""
+    rows, groups = x.scales.shape
+    missing = -rows % multiple
+    if not missing and x.scales.stride(1) == rows:
+        return x
+    codes = x.codes.new_zeros(rows + missing, x.codes.shape[1], dtype=torch.uint8)
+    codes[:rows] = x.codes.view(torch.uint8)
+    scales = x.scales.new_zeros(groups, rows + missing).t()
+    scales[:rows] = x.scales
+    return Quantized(codes.view(x.codes.dtype), scales)
+
+
+_BACKENDS: dict[str, type[DeepGemm] | type[ScaledMm] | type[TritonGemm]] = {
+    "deep_gemm": DeepGemm,
+    "scaled_mm": ScaledMm,
+    "triton": TritonGemm,
+}
+
+
+@cache
+def preferred() -> Backend:
+    """DeepGEMM where it is installed, else torch; or what the environment variable JETRL_GEMM names.
+
+    Raises ValueError for an unknown name, or for a DeepGEMM that is asked for and cannot be loaded.
+    """
+    name = os.environ.get(_VARIABLE)
+    if name is None:
+        name = "deep_gemm" if importlib.util.find_spec("deep_gemm") else "scaled_mm"
+        if name == "scaled_mm":
+            log.warning("sgl-deep-gemm is not installed: FP8 products run through torch._scaled_mm, BF16 ones through Triton")
+    if name not in _BACKENDS:
+        raise ValueError(f"{_VARIABLE} is {name!r}; wanted one of {', '.join(_BACKENDS)}")
+    try:
+        return _BACKENDS[name]()
+    except (ImportError, OSError, AssertionError) as error:
+        raise ValueError(
+            f"DeepGEMM cannot be loaded ({error!r}). It needs nvcc or CUDA_HOME and a version that fits torch "
+            f"{torch.__version__}; pip install 'jetrl[hopper]', or set {_VARIABLE}=scaled_mm."
+        ) from error
+
+
+@cache
+def backend_for(n: int, k: int) -> Backend:
+    """The backend of products with N = n and K = k: the preferred one, else Triton. M has no say."""
+    backend = preferred()
+    if backend.fits(n, k):
+        return backend
+    log.warning("products of %d x %d run in Triton: %s wants both to be multiples of 16", n, k, backend.name)
+    return TritonGemm()
+
+
+def head_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """Logits FP32 [R, V] of hidden [R, H] and head [V, H], both BF16; rows independent of R."""
+    return backend_for(*head.shape).bf16(hidden, head, torch.float32)
+
+
+@triton.jit
+def _tile_of(pid, m, n, ROWS: tl.constexpr):
+    """Row and column block of a program: eight row blocks share a column block's weights in the cache."""
+    row_blocks, column_blocks = tl.cdiv(m, ROWS), tl.cdiv(n, 128)
+    width = 8 * column_blocks
+    first = pid // width * 8
+    height = tl.minimum(row_blocks - first, 8)
+    return first + pid % width % height, pid % width // height
+
+
+@triton.jit
+def _fp8_kernel(
+    x,  # E4M3 [m, k], row stride x_stride
+    x_scales,  # FP32 [m, ceil(k / 128)], stored by columns: strides (1, x_scales_stride)
+    w,  # E4M3 [n, k] contiguous
+    w_scales,  # FP32 [ceil(n / 128), ceil(k / 128)], row stride w_scales_stride
+    y,  # BF16 [m, n] contiguous, result
+    m,
+    n,
+    k,
+    x_stride,
+    x_scales_stride,
+    w_scales_stride,
+    ROWS: tl.constexpr,
+):
+    """One tile [ROWS, 128] of y = x w^T."""
+    row_block, column_block = _tile_of(tl.program_id(0), m, n, ROWS)
+    row, column, inner = row_block * ROWS + tl.arange(0, ROWS), column_block * 128 + tl.arange(0, 128), tl.arange(0, 128)
+    x_row = x + row.to(tl.int64)[:, None] * x_stride
+    w_row = w + column.to(tl.int64)[:, None] * k
+    acc = tl.zeros((ROWS, 128), tl.float32)
+    for block in range(tl.cdiv(k, 128)):
+        at = block * 128 + inner
+        a = tl.load(x_row + at[None, :], mask=(row < m)[:, None] & (at < k)[None, :], other=0.0)
+        b = tl.load(w_row + at[None, :], mask=(column < n)[:, None] & (at < k)[None, :], other=0.0)
+        a_scale = tl.load(x_scales + block.to(tl.int64) * x_scales_stride + row, mask=row < m, other=0.0)
+        b_scale = tl.load(w_scales + column_block.to(tl.int64) * w_scales_stride + block)
+        acc += tl.dot(a, tl.trans(b)) * (a_scale * b_scale)[:, None]
+    to = y + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(to, acc.to(tl.bfloat16), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
+def _fp8_accumulate_kernel(
+    a,  # E4M3 [n, t] contiguous
+    a_scales,  # FP32 [n, t / 128], stored by columns: strides (1, a_scales_stride)
+    b,  # E4M3 [k, t] contiguous
+    b_scales,  # FP32 [k, t / 128], stored by columns: strides (1, b_scales_stride)
+    accumulator,  # FP32 [n, k] contiguous, added to
+    n,
+    k,
+    t,
+    a_scales_stride,
+    b_scales_stride,
+):
+    """One tile [128, 128] of accumulator += a b^T."""
+    row_block, column_block = _tile_of(tl.program_id(0), n, k, 128)
+    row, column, inner = row_block * 128 + tl.arange(0, 128), column_block * 128 + tl.arange(0, 128), tl.arange(0, 128)
+    a_row, b_row = a + row.to(tl.int64)[:, None] * t, b + column.to(tl.int64)[:, None] * t
+    acc = tl.zeros((128, 128), tl.float32)
+    for block in range(t // 128):
+        at = block * 128 + inner
+        left = tl.load(a_row + at[None, :], mask=(row < n)[:, None], other=0.0)
+        right = tl.load(b_row + at[None, :], mask=(column < k)[:, None], other=0.0)
+        left_scale = tl.load(a_scales + block.to(tl.int64) * a_scales_stride + row, mask=row < n, other=0.0)
+        right_scale = tl.load(b_scales + block.to(tl.int64) * b_scales_stride + column, mask=column < k, other=0.0)
+        acc += tl.dot(left, tl.trans(right)) * (left_scale[:, None] * right_scale[None, :])
+    to = accumulator + row.to(tl.int64)[:, None] * k + column[None, :]
+    inside = (row < n)[:, None] & (column < k)[None, :]
+    tl.store(to, tl.load(to, mask=inside, other=0.0) + acc, mask=inside)
+
+
+@triton.jit
+def _bf16_kernel(
+    x,  # BF16 [m, k], row stride x_stride
+    w,  # BF16 [n, k] contiguous
+    y,  # BF16 or FP32 [m, n] contiguous, result
+    m,
+    n,
+    k,
+    x_stride,
+    ROWS: tl.constexpr,
+):
+    """One tile [ROWS, 128] of y = x w^T."""
+    row_block, column_block = _tile_of(tl.program_id(0), m, n, ROWS)
+    row, column, inner = row_block * ROWS + tl.arange(0, ROWS), column_block * 128 + tl.arange(0, 128), tl.arange(0, 64)
+    x_row = x + row.to(tl.int64)[:, None] * x_stride
+    w_row = w + column.to(tl.int64)[:, None] * k
+    acc = tl.zeros((ROWS, 128), tl.float32)
+    for block in range(tl.cdiv(k, 64)):
+        at = block * 64 + inner
+        a = tl.load(x_row + at[None, :], mask=(row < m)[:, None] & (at < k)[None, :], other=0.0)
+        b = tl.load(w_row + at[None, :], mask=(column < n)[:, None] & (at < k)[None, :], other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc)
+    to = y + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(to, acc.to(y.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])

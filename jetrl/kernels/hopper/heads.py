@@ -1,0 +1,359 @@
+"""From the fused qkv projection to what attention reads, and the gradient back, on Hopper: one launch for q, k and v.
+
+Problem: bias, norms on query and key heads, rotary embedding and the write into the key-value cache are five passes over the
+same numbers when written one by one, and in decode each of them is a launch.
+
+Method: one program takes one token and 16 heads, as two tiles [16, dim / 2] of first and second halves, so that a rotation
+needs no exchange between threads. Heads are numbered as they lie in the fused projection: queries, keys, values; each
+finds its norm weight and its destination by its number. Where single operators have a BF16 tensor (after the bias, after
+the norm, in the backward between rotation and norm) the value is rounded to BF16.
+
+    x = bf16(fused + bias);  y = bf16(x / rms(x) * w);  (a, b) -> bf16(a cos - b sin, b cos + a sin)      values: x
+
+Layout rules: as in `norm`, the order of the sum over a head depends on `dim` alone, and nothing is contracted into fused
+multiply-adds, so the rotation has the bits of the CPU reference. Norm-weight gradients: chunks of tokens, then those in order.
+
+Given up: rows of the cache have to be [kv_heads, dim] without gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl.kernels.hopper.norm import aligned, inverse_rms, row_chunks, sum_partials
+
+_MAX_DIM = 256
+_HEADS = 16  # of a program: with 64 elements a half head, 8 elements, a 16-byte load, in each of 128 threads
+_MAX_CHUNKS = 256  # of tokens, in the first stage of the norm weights' gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a fused projection of (heads + 2 kv_heads) * dim columns divides into heads."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+@triton.jit
+def _half(ptr, offset, inside):
+    """A tile of BF16 values in FP32."""
+    return tl.load(ptr + offset, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _biased_half(fused_ptr, fused_offset, bias_ptr, bias_offset, inside, HAS_BIAS: tl.constexpr):
+    """bf16(fused + bias) of a tile, in FP32."""
+    x = _half(fused_ptr, fused_offset, inside)
+    if HAS_BIAS:
+        x = (x + _half(bias_ptr, bias_offset, inside)).to(tl.bfloat16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, is_q):
+    """The norm weight of each head, FP32 [heads, col]; that of values is unused."""
+    q_weight = tl.load(q_norm_ptr + col, mask=col_inside, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_norm_ptr + col, mask=col_inside, other=0.0).to(tl.float32)
+    return tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
+
+
+@triton.jit
+def _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM: tl.constexpr):
+    """Cosines and sines of a token's position, FP32 [1, col]."""
+    place = tl.load(positions_ptr + token).to(tl.int64) * (DIM // 2) + col
+    cos = tl.load(cos_ptr + place, mask=col_inside, other=0.0)
+    sin = tl.load(sin_ptr + place, mask=col_inside, other=0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _split_heads(
+    fused_ptr,  # bf16 [T, (HEADS + 2 KV_HEADS) * DIM], rows fused_stride apart
+    bias_ptr,  # bf16 [(HEADS + 2 KV_HEADS) * DIM]; unread without HAS_BIAS
+    q_norm_ptr,  # bf16 [DIM], weight of the queries' norm; unread without HAS_NORM
+    k_norm_ptr,  # bf16 [DIM], of the keys' norm
+    cos_ptr,  # fp32 [positions, DIM / 2]
+    sin_ptr,  # fp32 [positions, DIM / 2]
+    positions_ptr,  # int32 or int64 [T]
+    rows_ptr,  # int64 [T], row of each token in keys and values; unread without HAS_ROWS: token t has row t
+    q_ptr,  # bf16 [T, HEADS, DIM], out
+    keys_ptr,  # bf16 [R, KV_HEADS, DIM], rows keys_stride apart, out
+    values_ptr,  # bf16 [R, KV_HEADS, DIM], rows values_stride apart, out
+    eps,
+    fused_stride,
+    keys_stride,
+    values_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # DIM / 2 rounded up to a power of two
+    BLOCK: tl.constexpr,  # heads of a program
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    col = tl.arange(0, HALF)
+    col_inside = col < DIM // 2
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & col_inside[None, :]
+    place = head[:, None] * DIM + col[None, :]
+
+    fused_ptr += token * fused_stride
+    a = _biased_half(fused_ptr, place, bias_ptr, place, inside, HAS_BIAS)
+    b = _biased_half(fused_ptr, place + DIM // 2, bias_ptr, place + DIM // 2, inside, HAS_BIAS)
+    first, second = a, b
+    if HAS_NORM:
+        inverse = inverse_rms(tl.sum(a * a, 1) + tl.sum(b * b, 1), eps, DIM)[:, None]
+        first = a * inverse * _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, is_q)
+        second = b * inverse * _norm_weight(q_norm_ptr, k_norm_ptr, col + DIM // 2, col_inside, is_q)
+        first, second = first.to(tl.bfloat16).to(tl.float32), second.to(tl.bfloat16).to(tl.float32)
+
+    cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM)
+    turned_first = (first * cos - second * sin).to(tl.bfloat16)
+    turned_second = (second * cos + first * sin).to(tl.bfloat16)
+
+    q_place = q_ptr + token * (HEADS * DIM) + place
+    tl.store(q_place, turned_first, mask=is_q[:, None] & inside)
+    tl.store(q_place + DIM // 2, turned_second, mask=is_q[:, None] & inside)
+    row = tl.load(rows_ptr + token) if HAS_ROWS else token
+    k_place = keys_ptr + row * keys_stride + (place - HEADS * DIM)
+    tl.store(k_place, turned_first, mask=is_k[:, None] & inside)
+    tl.store(k_place + DIM // 2, turned_second, mask=is_k[:, None] & inside)
+    v_place = values_ptr + row * values_stride + (place - (HEADS + KV_HEADS) * DIM)
+    tl.store(v_place, a.to(tl.bfloat16), mask=is_v[:, None] & inside)
+    tl.store(v_place + DIM // 2, b.to(tl.bfloat16), mask=is_v[:, None] & inside)
+
+
+@triton.jit
+def _store_shares(share_ptr, first, second, mine, col, col_inside, DIM: tl.constexpr):
+    """Sum both halves of a norm weight's gradient over the heads that are `mine`. share_ptr: fp32 [DIM], out."""
+    tl.store(share_ptr + col, tl.sum(tl.where(mine, first, 0.0), 0), mask=col_inside)
+    tl.store(share_ptr + DIM // 2 + col, tl.sum(tl.where(mine, second, 0.0), 0), mask=col_inside)
+
+
+@triton.jit
+def _split_heads_grad(
+    dq_ptr,  # bf16 [T, HEADS, DIM], strides dq_token and dq_head
+    dk_ptr,  # bf16 [T, KV_HEADS, DIM], strides dk_token and dk_head
+    dv_ptr,  # bf16 [T, KV_HEADS, DIM], strides dv_token and dv_head
+    fused_ptr,  # bf16 [T, (HEADS + 2 KV_HEADS) * DIM], rows fused_stride apart; unread without HAS_NORM, like the next three
+    bias_ptr,  # bf16 [(HEADS + 2 KV_HEADS) * DIM]; unread without HAS_BIAS
+    q_norm_ptr,  # bf16 [DIM]
+    k_norm_ptr,  # bf16 [DIM]
+    cos_ptr,  # fp32 [positions, DIM / 2]
+    sin_ptr,  # fp32 [positions, DIM / 2]
+    positions_ptr,  # int32 or int64 [T]
+    dfused_ptr,  # bf16 [T, (HEADS + 2 KV_HEADS) * DIM], contiguous, out
+    partials_ptr,  # fp32 [programs, 2, DIM], out: shares of the gradients of q_norm and k_norm; unwritten without HAS_NORM
+    eps,
+    tokens,
+    tokens_per_program,
+    dq_token,
+    dq_head,
+    dk_token,
+    dk_head,
+    dv_token,
+    dv_head,
+    fused_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # DIM / 2 rounded up to a power of two
+    BLOCK: tl.constexpr,  # heads of a program
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK - 1) // BLOCK
+    head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    col = tl.arange(0, HALF)
+    col_inside = col < DIM // 2
+    is_q = (head < HEADS)[:, None]
+    is_k = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None]
+    is_v = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None]
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & col_inside[None, :]
+    place = head[:, None] * DIM + col[None, :]
+    q_offset = head[:, None] * dq_head + col[None, :]
+    k_offset = (head - HEADS)[:, None] * dk_head + col[None, :]
+    v_offset = (head - HEADS - KV_HEADS)[:, None] * dv_head + col[None, :]
+    if HAS_NORM:
+        first_weight = _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, head < HEADS)
+        second_weight = _norm_weight(q_norm_ptr, k_norm_ptr, col + DIM // 2, col_inside, head < HEADS)
+    first_total = tl.zeros((BLOCK, HALF), tl.float32)
+    second_total = tl.zeros((BLOCK, HALF), tl.float32)
+
+    start = tl.program_id(0) // BLOCKS * tokens_per_program
+    for index in range(start, tl.minimum(start + tokens_per_program, tokens)):
+        token = tl.cast(index, tl.int64)
+        q_at, k_at, v_at = dq_ptr + token * dq_token, dk_ptr + token * dk_token, dv_ptr + token * dv_token
+        qk_first = tl.where(is_q, _half(q_at, q_offset, is_q & inside), _half(k_at, k_offset, is_k & inside))
+        qk_second = tl.where(
+            is_q, _half(q_at, q_offset + DIM // 2, is_q & inside), _half(k_at, k_offset + DIM // 2, is_k & inside)
+        )
+        cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM)
+        first = (qk_first * cos + qk_second * sin).to(tl.bfloat16).to(tl.float32)
+        second = (qk_second * cos - qk_first * sin).to(tl.bfloat16).to(tl.float32)
+        if HAS_NORM:
+            fused_at = fused_ptr + token * fused_stride
+            a = _biased_half(fused_at, place, bias_ptr, place, inside, HAS_BIAS)
+            b = _biased_half(fused_at, place + DIM // 2, bias_ptr, place + DIM // 2, inside, HAS_BIAS)
+            inverse = inverse_rms(tl.sum(a * a, 1) + tl.sum(b * b, 1), eps, DIM)[:, None]
+            a, b = a * inverse, b * inverse
+            first_total += first * a
+            second_total += second * b
+            first, second = first * first_weight, second * second_weight
+            mean = ((tl.sum(first * a, 1) + tl.sum(second * b, 1)) * (1.0 / DIM))[:, None]
+            first, second = (first - a * mean) * inverse, (second - b * mean) * inverse
+        first = tl.where(is_v, _half(v_at, v_offset, is_v & inside), first)
+        second = tl.where(is_v, _half(v_at, v_offset + DIM // 2, is_v & inside), second)
+        out = dfused_ptr + token * ((HEADS + 2 * KV_HEADS) * DIM) + place
+        tl.store(out, first.to(tl.bfloat16), mask=inside)
+        tl.store(out + DIM // 2, second.to(tl.bfloat16), mask=inside)
+
+    if HAS_NORM:
+        shares_ptr = partials_ptr + tl.program_id(0).to(tl.int64) * (2 * DIM)
+        _store_shares(shares_ptr, first_total, second_total, is_q, col, col_inside, DIM)
+        _store_shares(shares_ptr + DIM, first_total, second_total, is_k, col, col_inside, DIM)
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """x [T, width] if its rows, whatever their distance, are aligned to 16 bytes; else a contiguous copy.
+
+    The width of loads, and with it the order of a sum, must not depend on whose view x is.
+    """
+    distances_fit = x.stride(0) % 16 == x.shape[1] % 16 == 0 or x.is_contiguous()
+    return x if x.stride(1) == 1 and distances_fit and x.data_ptr() % 16 == 0 else aligned(x)
+
+
+def _tile(shape: Heads) -> tuple[dict[str, int], int, int]:
+    """Compile-time sizes of a program, programs of a token, warps: 8 elements of each half a thread."""
+    assert shape.dim % 2 == 0 and 2 <= shape.dim <= _MAX_DIM, f"head dimension {shape.dim}: even, at most {_MAX_DIM}"
+    half = triton.next_power_of_2(shape.dim // 2)
+    sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "HALF": half, "BLOCK": _HEADS}
+    return sizes, triton.cdiv(shape.heads + 2 * shape.kv_heads, _HEADS), max(_HEADS * half // 256, 1)
+
+
+def split_heads(
+    fused: Tensor,
+    bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    shape: Heads,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor | None,
+) -> Tensor:
+    """Queries, BF16 [T, heads, dim], of the fused projection; keys and values go to keys[rows[t]] and values[rows[t]].
+
+    fused: BF16 [T, shape.width], any row stride; bias: BF16 [shape.width]; q_norm, k_norm: BF16 [dim], both or neither;
+    cos, sin: FP32 [P, dim / 2]; positions: int32 or int64 [T]; keys, values: BF16 [R, kv_heads, dim], any row stride;
+    rows: int64 [T], or None where token t has row t.
+    """
+    sizes, blocks, warps = _tile(shape)
+    assert fused.shape[1] == shape.width and (q_norm is None) == (k_norm is None)
+    for cache in (keys, values):
+        assert cache.shape[1:] == (shape.kv_heads, shape.dim) and cache[:1].is_contiguous(), "gaps in a row of keys or values"
+    tokens = fused.shape[0]
+    fused = _aligned_rows(fused)
+    q = torch.empty(tokens, shape.heads, shape.dim, dtype=torch.bfloat16, device=fused.device)
+    _split_heads[(tokens * blocks,)](
+        fused,
+        fused if bias is None else aligned(bias),
+        fused if q_norm is None else aligned(q_norm),
+        fused if k_norm is None else aligned(k_norm),
+        aligned(cos),
+        aligned(sin),
+        positions,
+        positions if rows is None else rows,
+        q,
+        keys,
+        values,
+        eps,
+        fused.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        **sizes,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=q_norm is not None,
+        HAS_ROWS=rows is not None,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return q
+
+
+def split_heads_grad(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    fused: Tensor,
+    bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    shape: Heads,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of `split_heads`. dq: BF16 [T, heads, dim]; dk, dv: BF16 [T, kv_heads, dim], unit last stride; rest as there.
+
+    Returns the gradient of fused (and, summed over rows, of the bias), BF16 [T, shape.width], and those of q_norm and
+    k_norm, FP32 [dim], or None without norms.
+    """
+    sizes, blocks, warps = _tile(shape)
+    assert dq.stride(2) == dk.stride(2) == dv.stride(2) == 1
+    tokens, has_norm = dq.shape[0], q_norm is not None
+    chunks, tokens_per_program = row_chunks(tokens, _MAX_CHUNKS) if has_norm else (tokens, 1)
+    fused = _aligned_rows(fused)
+    dfused = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device=dq.device)
+    partials = torch.empty(chunks * blocks if has_norm else 0, 2 * shape.dim, dtype=torch.float32, device=dq.device)
+    _split_heads_grad[(chunks * blocks,)](
+        dq,
+        dk,
+        dv,
+        fused,
+        fused if bias is None else aligned(bias),
+        fused if q_norm is None else aligned(q_norm),
+        fused if k_norm is None else aligned(k_norm),
+        aligned(cos),
+        aligned(sin),
+        positions,
+        dfused,
+        partials,
+        eps,
+        tokens,
+        tokens_per_program,
+        *dq.stride()[:2],
+        *dk.stride()[:2],
+        *dv.stride()[:2],
+        fused.stride(0),
+        **sizes,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=has_norm,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    if not has_norm:
+        return dfused, None, None
+    dq_norm, dk_norm = sum_partials(partials).split(shape.dim)
+    return dfused, dq_norm, dk_norm

@@ -1,0 +1,209 @@
+"""`Ops` on a Hopper GPU: which fused kernel makes what the next product reads.
+
+    add_rms_norm     sum, norm and 1x128 codes in one pass; the 128x1 codes for training in a second, from the sum
+    silu_mul         both layouts from one read, and so its gradient
+    activation       attention's output and gradients that arrive in BF16: both layouts from one read
+    linear           DeepGEMM, torch or Triton, see hopper/gemm.py
+    attention        one kernel for all phases; its gradient through cuDNN
+
+In flow bf16 the same operators hand on BF16 tensors, and the forward's products are batch-invariant BF16 ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl.kernels.attention import Sequences
+from jetrl.kernels.hopper import attention, gemm, logprob, norm, quant
+from jetrl.kernels.hopper import heads as split
+from jetrl.kernels.ops import Activation, Heads, HeadWeights, Spec, Target
+from jetrl.kernels.quant import Quantized, TokenGroups
+
+
+@dataclass(slots=True, frozen=True)
+class Fp8Weight:
+    """A weight [N, K] as codes, with the transpose that grad_input reads."""
+
+    codes: quant.WeightCodes
+    parts: tuple[int, ...]
+    padded: tuple[int, ...]  # rows of each part in `codes`
+
+
+@dataclass(slots=True, frozen=True)
+class Bf16Weight:
+    """A weight [N, K] in BF16."""
+
+    value: Tensor
+
+
+class HopperOps:
+    """See `kernels.ops.Ops`."""
+
+    gradient_dtype = torch.float32
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gemm.preferred()  # a missing library is said at start
+
+    def check_heads(self, heads: Heads) -> None:
+        if (
+            heads.dim not in attention.DIMS
+            or heads.heads % heads.kv_heads
+            or heads.heads // heads.kv_heads > attention.MAX_GROUP
+        ):
+            raise ValueError(
+                f"the model has {heads.heads} query heads, {heads.kv_heads} key heads and head dimension {heads.dim}; the GPU's "
+                f"attention takes dimensions {attention.DIMS} and up to {attention.MAX_GROUP} query heads a key head. "
+                "Use device=cpu."
+            )
+
+    def weight(self, w: Tensor, parts: tuple[int, ...], fp8: bool, previous: Any) -> Fp8Weight | Bf16Weight:
+        if not fp8:
+            if previous is None:
+                return Bf16Weight(w.clone())
+            previous.value.copy_(w)
+            return previous
+        if previous is None:
+            return Fp8Weight(quant.quantize_weight(w, parts), parts, quant.padded_parts(parts))
+        quant.quantize_weight(w, parts, out=previous.codes)
+        return previous
+
+    def activation(self, x: Tensor, spec: Spec) -> Activation:
+        if not spec.fp8:
+            return Activation(x, tokens=x if spec.groups is not None else None)
+        value = x if spec.value else None
+        if spec.groups is None:
+            return Activation(value, quant.quantize_rows(x))
+        return Activation(value, *quant.quantize_both(x, spec.groups, spec.parts or None))
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, spec: Spec
+    ) -> tuple[Tensor, Activation, Tensor]:
+        total, y, inverse = norm.add_rms_norm(x, delta, weight, eps, spec.fp8)
+        if isinstance(y, Tensor):
+            return total, Activation(y, tokens=y if spec.groups is not None else None), inverse
+        tokens = None if spec.groups is None else norm.rms_norm_tokens(total, inverse, weight, spec.groups)
+        return total, Activation(rows=y, tokens=tokens), inverse
+
+    def rms_norm_grad(
+        self, dy: Tensor, x: Tensor, statistics: Tensor | None, weight: Tensor, eps: float, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert statistics is not None
+        return norm.rms_norm_grad(dy, x, statistics, weight, residual)
+
+    def linear(self, x: Activation, weight: Fp8Weight | Bf16Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Bf16Weight):
+            assert x.value is not None
+            y = gemm.backend_for(*weight.value.shape).bf16(x.value, weight.value, torch.bfloat16)
+        else:
+            assert x.rows is not None
+            codes = weight.codes
+            y = gemm.backend_for(*codes.codes.shape).fp8(x.rows, codes.codes, codes.scales)
+            if weight.padded != weight.parts:
+                y = torch.cat([p[:, :size] for p, size in zip(y.split(weight.padded, 1), weight.parts, strict=True)], 1)
+        return y if bias is None else y.add_(bias)
+
+    def grad_input(self, dy: Activation, weight: Fp8Weight | Bf16Weight) -> Tensor:
+        if isinstance(weight, Bf16Weight):
+            assert dy.value is not None
+            return torch.mm(dy.value, weight.value)
+        assert dy.rows is not None
+        codes = weight.codes
+        return gemm.backend_for(*codes.codes_t.shape).fp8(dy.rows, codes.codes_t, codes.scales_t)
+
+    def grad_weight(self, dy: Activation, x: Activation, groups: TokenGroups, accumulator: Tensor) -> None:
+        if isinstance(x.tokens, Quantized):
+            gemm.backend_for(*accumulator.shape).fp8_accumulate(dy.tokens, x.tokens, accumulator)
+        else:
+            logprob.add_product(accumulator, dy.tokens.t(), x.tokens)
+
+    def split_heads(
+        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = split.Heads(heads.heads, heads.kv_heads, heads.dim)
+        q = split.split_heads(
+            fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape,
+            target.keys, target.values, target.rows,
+        )  # fmt: skip
+        return q, target.keys, target.values
+
+    def split_heads_grad(
+        self, grads: tuple[Tensor, Tensor, Tensor], fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        shape = split.Heads(heads.heads, heads.kv_heads, heads.dim)
+        if weights.q_norm is None:
+            fused = grads[0].new_empty(fused.shape[0], shape.width)  # read only where there are norms
+        return split.split_heads_grad(
+            *grads, fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape
+        )
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Sequences, keep: bool) -> tuple[Tensor, Tensor | None]:
+        return attention.attention(q, keys, values, _tiles(layout, q.shape[1], keys.shape[1]), keep)
+
+    def attention_grad(
+        self, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None, layout: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert lse is not None
+        return attention.attention_grad(dout, q, keys, values, out, lse, _tiles(layout, q.shape[1], keys.shape[1]))
+
+    def silu_mul(self, gate_up: Tensor, spec: Spec) -> Activation:
+        if not spec.fp8:
+            y, _ = norm.silu_mul(gate_up, quantize=False)
+            assert isinstance(y, Tensor)
+            return Activation(y, tokens=y if spec.groups is not None else None)
+        rows, tokens = norm.silu_mul(gate_up, quantize=True, groups=spec.groups)
+        assert isinstance(rows, Quantized)
+        return Activation(rows=rows, tokens=tokens)
+
+    def silu_mul_grad(self, dy: Tensor, gate_up: Tensor, spec: Spec) -> Activation:
+        if spec.fp8 and not spec.value:
+            rows, tokens = norm.silu_mul_grad(dy, gate_up, spec.groups)
+            return Activation(rows=rows, tokens=tokens)  # type: ignore[arg-type]
+        dgate_up = norm.silu_mul_grad(dy, gate_up)
+        assert isinstance(dgate_up, Tensor)
+        return self.activation(dgate_up, spec)
+
+    def embedding_grad(self, accumulator: Tensor, tokens: Tensor, grad: Tensor) -> None:
+        logprob.embedding_grad(accumulator, tokens, grad)
+
+    def chosen_logprobs(self, hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return logprob.chosen_logprobs_of_hidden(hidden, head.value, tokens, temperature, gemm.head_logits)
+
+    def chosen_logprobs_grad(
+        self,
+        dlogprobs: Tensor,
+        hidden: Tensor,
+        head: Bf16Weight,
+        tokens: Tensor,
+        temperature: float,
+        accumulator: Tensor | None,
+    ) -> Tensor:
+        return logprob.chosen_logprobs_grad(dlogprobs, hidden, head.value, tokens, temperature, gemm.head_logits, accumulator)
+
+    def next_tokens(
+        self, hidden: Tensor, head: Bf16Weight, uniforms: Tensor, forced: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        results = []
+        for part in logprob.row_slices(hidden.shape[0]):
+            logits = gemm.head_logits(hidden[part], head.value)
+            if temperature:
+                results.append(logprob.sample(logits, uniforms[part], temperature, forced[part]))
+            else:
+                results.append(logprob.greedy(logits, forced[part]))
+        tokens, logprobs = zip(*results, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _tiles(layout: Sequences, heads: int, kv_heads: int) -> attention.Tiles:
+    """The kernel's work list, made at the first layer."""
+    key = (heads, kv_heads)
+    if key not in layout.made:
+        layout.made[key] = attention.make_tiles(
+            layout.query_lengths, layout.context_lengths, heads, kv_heads, layout.key_starts, layout.block_tables,
+            layout.block_size, layout.device,
+        )  # fmt: skip
+    return layout.made[key]
