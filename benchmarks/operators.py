@@ -63,11 +63,14 @@ def _linear(phase: str, name: str, tokens: int, n: int, k: int, backward: bool) 
     accumulator = torch.zeros(n, k, dtype=torch.float64)
     for kind, label in ((gemm.Fp8Weight, "fp8"), (gemm.Bf16Weight, "bf16")):
         weight = kind.make(w, (n,))
-        saved = gemm.save_activation(x, groups, weight)
+        fp8 = kind is gemm.Fp8Weight
+        saved = gemm.save_activation(x, groups, fp8)
         ours: dict[str, Callable[[], object]] = {
             "forward": lambda weight=weight: gemm.forward(x, weight),
             "grad_input": lambda weight=weight: gemm.grad_input(dy, weight),
-            "grad_weight": lambda saved=saved: gemm.grad_weight(dy, saved, groups, accumulator),
+            "grad_weight": lambda saved=saved, fp8=fp8: gemm.grad_weight(
+                gemm.save_activation(dy, groups, fp8), saved, groups, accumulator
+            ),
         }
         for what, seconds in gemm_seconds.items():
             shape = f"M {tokens} N {n} K {k}"

@@ -50,25 +50,29 @@ class CheckResult:
     first: Difference | None
 
 
+Device = torch.device | str | None
+
+
 class Recording:
     """Rows of every operator's output, by sequence and position."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """`device`: where the rows are kept; the model's own, for copies that wait for nothing."""
+        self.lengths, self.device = list(lengths), device
         self._starts = [sum(lengths[:i]) for i in range(len(lengths))]
         self._places = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
         self.tensors: dict[str, Tensor] = {}
-        self.seen = torch.zeros(sum(lengths), dtype=torch.bool)
+        self.seen = torch.zeros(sum(lengths), dtype=torch.bool, device=device)
 
     def rows(self, rows: list[tuple[int, int]]) -> Trace:
         """A recorder for a forward whose row r is (sequence, position) rows[r]."""
-        index = torch.tensor([self._starts[s] + p for s, p in rows])
+        index = torch.tensor([self._starts[s] + p for s, p in rows], device=self.device)
         self.seen[index] = True
 
         def record(name: str, tensor: Tensor) -> None:
-            flat = tensor.detach().reshape(len(rows), -1).cpu()
+            flat = tensor.detach().reshape(len(rows), -1).to(self.device)
             if name not in self.tensors:
-                self.tensors[name] = torch.zeros(len(self.seen), flat.shape[1], dtype=flat.dtype)
+                self.tensors[name] = torch.zeros(len(self.seen), flat.shape[1], dtype=flat.dtype, device=self.device)
             self.tensors[name][index] = flat
 
         return record
@@ -101,10 +105,15 @@ def _describe(value: Tensor) -> str:
     return f"{float(value):.9g} (0x{int(_bits(value.reshape(1))) & (16**width - 1):0{width}x})"
 
 
-def trainer_recording(model: Transformer, sequences: Sequence[Sequence[int]]) -> tuple[Recording, Tensor]:
-    """The training forward, gradients on, of packed token sequences; with it the hidden states [T, H]."""
+def trainer_recording(
+    model: Transformer, sequences: Sequence[Sequence[int]], device: Device = None
+) -> tuple[Recording, Tensor]:
+    """The training forward, gradients on, of packed token sequences; with it the hidden states [T, H].
+
+    `device`, here and below: where the recording is kept, by default where the model is.
+    """
     lengths = [len(s) for s in sequences]
-    recording = Recording(lengths)
+    recording = Recording(lengths, device or model.device)
     tokens = torch.tensor([t for s in sequences for t in s])
     with torch.enable_grad():
         hidden = model.forward(tokens, model.packed(lengths), recording.rows(recording._places))
@@ -117,12 +126,13 @@ def engine_recording(
     prompts: Sequence[int],
     limits: EngineLimits,
     temperature: float,
+    device: Device = None,
 ) -> tuple[Recording, list[list[float]], EngineStats]:
     """The engine, forced to follow sequences from prompts of the given lengths; with it each completion's logprobs.
 
     Neighbours with the same prompt run as one group, so that they share its blocks.
     """
-    recording = Recording([len(s) for s in sequences])
+    recording = Recording([len(s) for s in sequences], device or model.device)
     engine = Engine(model, limits, ())
     completions = engine.generate(_forced(sequences, prompts), temperature, trace=recording.rows)
     return recording, [c.logprobs for group in completions for c in group], engine.stats
@@ -212,7 +222,7 @@ def check_model(model: Transformer, tokens: int = 512, seed: int = 0, temperatur
 
 def _packed(model: Transformer, case: _Case, reference: Recording, batches: Iterable[list[int]], name: str) -> CheckResult:
     """The training forward of batches of sequences, given by number, against all of them in one."""
-    recording = Recording(reference.lengths)
+    recording = Recording(reference.lengths, reference.device)
     for batch in batches:
         lengths = [len(case.sequences[i]) for i in batch]
         rows = [(i, p) for i, length in zip(batch, lengths, strict=True) for p in range(length)]
@@ -240,9 +250,11 @@ def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, to
     prompt, completion = rollout.prompt.token_ids, rollout.completion
     sequence = prompt + completion.token_ids
     case = _Case([sequence], [len(prompt)], temperature)
-    reference, hidden = trainer_recording(model, case.sequences)
+    reference, hidden = trainer_recording(
+        model, case.sequences, "cpu"
+    )  # a long rollout of a large model would not fit beside it
     limits = _limits(case.sequences, 1 << 20, 16)
-    recording, logprobs, _ = engine_recording(engine_model, case.sequences, case.prompts, limits, temperature)
+    recording, logprobs, _ = engine_recording(engine_model, case.sequences, case.prompts, limits, temperature, "cpu")
     found = reference.compare(recording, "replay")
     head = f"problem {rollout.prompt.problem.id}, completion token {token} (position {len(prompt) + token}): "
     if found.first is not None:

@@ -35,6 +35,12 @@ ModelName = Annotated[str, typer.Argument(help="`demo`, `smollm2`, a Hugging Fac
 FlowOption = Annotated[FlowName, typer.Option(help="precision flow")]
 DeviceOption = Annotated[DeviceName, typer.Option(help="auto: a Hopper GPU if there is one, else the CPU")]
 
+bench = typer.Typer(help="Measure our kernels on a Hopper GPU: FP8 beside BF16, and beside the roofline.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+ShapeOption = Annotated[str, typer.Option(help="qwen3-8b, llama3.1-8b, qwen2.5-7b, smollm2, or a model folder")]
+TokensOption = Annotated[int, typer.Option(help="tokens of a training microbatch; targets are for 8192")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write every row into this file")]
+
 
 def _table(title: str, rows: list[tuple[str, Any]]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
@@ -271,6 +277,43 @@ def fetch(
     from jetrl.model.smollm2 import fetch_smollm2
 
     fetch_smollm2(out, console.print)
+
+
+@bench.command("gemm")
+def bench_gemm(
+    shape: ShapeOption = "qwen3-8b",
+    tokens: TokensOption = 8192,
+    backends: Annotated[bool, typer.Option("--backends", help="the FP8 product in each backend too")] = False,
+    file: JsonOption = None,
+) -> None:
+    """The four linear layers of a block, forward and backward, quantisation included."""
+    from jetrl.bench.run import run_bench
+
+    run_bench("gemm", shape, tokens, file, console, backends=backends)
+
+
+@bench.command("attention")
+def bench_attention(shape: ShapeOption = "qwen3-8b", tokens: TokensOption = 8192, file: JsonOption = None) -> None:
+    """Prefill and backward beside cuDNN, decode from a paged cache beside the memory's rate."""
+    from jetrl.bench.run import run_bench
+
+    run_bench("attention", shape, tokens, file, console)
+
+
+@bench.command("layer")
+def bench_layer(shape: ShapeOption = "qwen3-8b", tokens: TokensOption = 8192, file: JsonOption = None) -> None:
+    """A whole block: training, the cost of exactness, a step of decode, and where the time goes."""
+    from jetrl.bench.run import run_bench
+
+    run_bench("layer", shape, tokens, file, console)
+
+
+@bench.command("head")
+def bench_head(shape: ShapeOption = "qwen3-8b", tokens: TokensOption = 8192, file: JsonOption = None) -> None:
+    """Log-probabilities of chosen tokens out of hidden states, beside plain torch; time and memory."""
+    from jetrl.bench.run import run_bench
+
+    run_bench("head", shape, tokens, file, console)
 
 
 def main() -> None:

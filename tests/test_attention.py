@@ -181,7 +181,9 @@ def test_paged_equals_packed_and_stale_slots_do_not_leak(size: int, garbage: flo
         new = [torch.cat([x[i][span] for i, span in zip(active, spans, strict=True)]) for x in parts]
         context = PagedContext.of(cache, [s.stop - s.start for s in spans], [s.stop for s in spans], tables[active])
         assert context.positions.tolist() == [t for s in spans for t in range(s.start, s.stop)]
-        seen = attention(new[0], *context.keys_values(0, new[1], new[2]), context.layout)
+        target = context.target(0, 2, 24)
+        target.keys[target.rows], target.values[target.rows] = new[1], new[2]
+        seen = attention(new[0], target.keys, target.values, context.layout)
         assert same_bits(seen, torch.cat([wanted[i][span] for i, span in zip(active, spans, strict=True)]))
         done = ends
 

@@ -175,7 +175,8 @@ LENGTHS = [130, 5, 257, 64, 1]  # no total is divisible by 32 or 128
 
 def accumulate(dy: Tensor, x: Tensor, lengths: list[int], weight: Weight, accumulator: Tensor) -> Tensor:
     groups: TokenGroups = token_groups(lengths)
-    gemm.grad_weight(dy, gemm.save_activation(x, groups, isinstance(weight, Fp8Weight)), groups, accumulator)
+    left, right = (gemm.save_activation(t, groups, isinstance(weight, Fp8Weight)) for t in (dy, x))
+    gemm.grad_weight(left, right, groups, accumulator)
     return accumulator
 
 

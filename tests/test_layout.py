@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "rl": set(),
     "model": {"kernels"},
+    "bench": {"config", "kernels", "model"},
     "tasks": {"config", "rl.types"},
     "report": {"config", "flow", "rl.types"},
     "flow": {"config", "model.config"},
@@ -38,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"config", "flow", "kernels", "loop", "model", "rl", "rollout", "train"},
 }
 ONLY_IN = {"ray": "cluster", "triton": "kernels", "deep_gemm": "kernels"}
+GPU_PACKAGES = {"triton", "deep_gemm"}
+GPU_MODULES = ("jetrl.kernels.hopper", "jetrl.bench.baseline")  # need triton to be imported; who needs them imports them late
 THIRD_PARTY = {"kernels": {"torch", "triton", "deep_gemm"}}
 TORCH_FREE = {"config", "flow", "report"}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -45,7 +48,10 @@ FORBIDDEN_BUILTINS = {"eval", "exec", "__import__"}
 FORBIDDEN_NAMES = {"torch.load", "torch.save", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 BROAD_EXCEPTIONS = {"Exception", "BaseException"}
 FOREIGN_CALLS = {"jetrl.tasks.user": 1}  # handlers around a user's own function, which may raise anything
-MAX_LINES, MAX_FUNCTION, MAX_FUNCTION_P90, MAX_KEYS = 8000, 80, 30, 50
+# Lines of code: of the package, and apart from it of the GPU kernels, each of whose pointers has a line of its own.
+GPU_KERNELS = "jetrl.kernels.hopper"
+MAX_LINES, MAX_GPU_LINES = 8000, 3000
+MAX_FUNCTION, MAX_FUNCTION_P90, MAX_KEYS = 80, 30, 50
 
 
 @dataclass(frozen=True)
@@ -276,8 +282,25 @@ def check_names(sources: Sources) -> list[str]:
 
 
 def check_lines(sources: Sources) -> list[str]:
-    total = sum(source.lines for source in sources.values())
-    return [f"jetrl has {total} lines of code, more than {MAX_LINES}"] if total > MAX_LINES else []
+    gpu = sum(source.lines for source in sources.values() if within(source.name, GPU_KERNELS))
+    rest = sum(source.lines for source in sources.values()) - gpu
+    budgets = [("jetrl, but for its GPU kernels,", rest, MAX_LINES), (GPU_KERNELS, gpu, MAX_GPU_LINES)]
+    return [f"{what} has {lines} lines of code, more than {most}" for what, lines, most in budgets if lines > most]
+
+
+def check_lazy(sources: Sources) -> list[str]:
+    """Machines without a GPU have no triton: other modules than the GPU's import neither it nor them when they are loaded."""
+
+    def gpu_only(name: str) -> bool:
+        return any(within(name, module) for module in GPU_MODULES)
+
+    complaints = []
+    for source in sources.values():
+        for item in imports(source, sources, only_module_level=True):
+            wanted = item.target.split(".")[0] in GPU_PACKAGES or gpu_only(item.target)
+            if wanted and not gpu_only(source.name):
+                complaints.append(f"{source.name}:{item.line} imports {item.target} at once; import it where it is used")
+    return complaints
 
 
 def check_functions(sources: Sources) -> list[str]:
@@ -305,6 +328,7 @@ RULES: list[Rule] = [
     check_unsafe,
     check_broad_except,
     check_names,
+    check_lazy,
     check_lines,
     check_functions,
 ]
@@ -406,7 +430,11 @@ CAUGHT: list[tuple[Rule, dict[str, str], str]] = [
     (check_broad_except, {"jetrl.tasks.user": "try:\n    f()\nexcept Exception:\n    0\n" * 2}, "user:7 catches"),
     (check_names, {"jetrl.utils": ""}, "never utils"),
     (check_names, {"jetrl.rl.utils.text": ""}, "never utils"),
+    (check_lazy, {"jetrl.kernels.gemm": "import triton.language as tl"}, "gemm:1 imports triton.language at once"),
+    (check_lazy, {"jetrl.model.linear": "from jetrl.kernels.hopper.ops import HopperOps"}, "imports jetrl.kernels.hopper.ops"),
     (check_lines, {"jetrl.a": "x\n" * MAX_LINES, "jetrl.b": "x\n"}, f"{MAX_LINES + 1} lines"),
+    (check_lines, {f"{GPU_KERNELS}.a": "x\n" * (MAX_GPU_LINES + 1)}, f"{GPU_KERNELS} has {MAX_GPU_LINES + 1} lines"),
+    (check_lines, {"jetrl.kernels.hopper_more": "x\n" * (MAX_LINES + 1)}, f"{MAX_LINES + 1} lines"),
     (check_functions, {"jetrl.a": LONG + SHORT * 20}, f"jetrl.a:1 f has {MAX_FUNCTION + 1} lines"),
     (check_functions, {"jetrl.a": FAIRLY_LONG * 2 + SHORT * 8}, "90th percentile of function lengths is 31"),
     (check_functions, {"jetrl.a": "class A:\n    async " + LONG.replace("\n", "\n    ")}, "has 81 lines"),
@@ -436,6 +464,13 @@ INNOCENT: list[tuple[Rule, dict[str, str]]] = [
     (check_broad_except, {"jetrl.loop": "try:\n    f()\nexcept (OSError, ValueError):\n    raise Exception"}),
     (check_broad_except, {"jetrl.tasks.user": "try:\n    f()\nexcept Exception:\n    0"}),
     (check_names, {"jetrl.rl.metrics": ""}),
+    (
+        check_lazy,
+        {
+            "jetrl.kernels.select": "def f():\n    import triton\n    from jetrl.kernels.hopper import gemm",
+            "jetrl.kernels.hopper.gemm": "import triton, deep_gemm\nfrom jetrl.kernels.hopper import quant",
+        },
+    ),
     (check_lines, {"jetrl.a": '"""Doc\nstring."""\n' + "# why\n\n" * MAX_LINES + "x = '''s\\n'''\n" * (MAX_LINES // 2)}),
     (check_functions, {"jetrl.a": FAIRLY_LONG + SHORT * 9}),
 ]
@@ -503,6 +538,25 @@ def test_import_of_torch_is_noticed(tmp_path: Path) -> None:
     assert not loads_torch("room", tmp_path)
     (tmp_path / "room" / "inner.py").write_text("import torch")
     assert loads_torch("room", tmp_path)
+
+
+IMPORT_WITHOUT = """
+import importlib, sys
+sys.modules |= dict.fromkeys(sys.argv[1].split(","))  # None: ModuleNotFoundError, as where a package is not installed
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+from jetrl.kernels.select import device_of, ops_for
+print(type(ops_for(device_of("auto"))).__name__)
+"""
+
+
+def test_all_but_the_gpu_modules_load_where_the_gpu_packages_are_not_installed(package: Sources) -> None:
+    names = [name for name in package if not any(within(name, module) for module in GPU_MODULES)]
+    command = [sys.executable, "-c", IMPORT_WITHOUT, ",".join(sorted(GPU_PACKAGES)), *names]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "CpuOps"
 
 
 def test_config_has_few_keys_and_each_is_known_once() -> None:

@@ -1,6 +1,6 @@
 """`Ops` on a CPU: the references of this folder, one after the other. Nothing is fused, so each step can be read and tested.
 
-Linear layers quantise their own input; an `Activation` here is BF16, with the 128x1 codes of what the weight gradient needs.
+Linear layers quantise their own rows; an `Activation` here is BF16, with the 128x1 codes that the weight gradient reads.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class CpuOps:
         return gemm.grad_input(dy.value, weight)
 
     def grad_weight(self, dy: Activation, x: Activation, groups: TokenGroups, accumulator: Tensor) -> None:
-        assert dy.value is not None
-        gemm.grad_weight(dy.value, x.tokens, groups, accumulator)
+        gemm.grad_weight(dy.tokens, x.tokens, groups, accumulator)
 
     def split_heads(
         self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target
@@ -103,8 +102,7 @@ class CpuOps:
         return self.activation(norm.silu_mul(gate_up), spec)
 
     def silu_mul_grad(self, dy: Tensor, gate_up: Tensor, spec: Spec) -> Activation:
-        del spec
-        return Activation(norm.silu_mul_grad(dy, gate_up))
+        return self.activation(norm.silu_mul_grad(dy, gate_up), spec)
 
     def embedding_grad(self, accumulator: Tensor, tokens: Tensor, grad: Tensor) -> None:
         accumulator.index_add_(0, tokens, grad.to(accumulator.dtype))

@@ -123,19 +123,17 @@ def grad_input(dy: Tensor, weight: Weight) -> Tensor:
 
 
 def save_activation(x: Tensor, groups: TokenGroups, fp8: bool) -> Quantized | Tensor:
-    """What the forward keeps of x [M, K] for grad_weight: 128x1 codes and scales in FP8 (half of BF16), else x."""
+    """What grad_weight reads of x [M, K] or dy [M, N], BF16: 128x1 codes and scales in FP8 (half of BF16), else the same."""
     return quant.quantize_tokens(x, groups) if fp8 else x
 
 
-def grad_weight(dy: Tensor, saved: Quantized | Tensor, groups: TokenGroups, accumulator: Tensor) -> None:
-    """accumulator += dy^T x. dy: BF16 [M, N]; saved: from `save_activation`; accumulator: float64 or float32 [N, K]."""
-    quantized = quant.quantize_tokens(dy, groups) if isinstance(saved, Quantized) else None
-    for part in _row_chunks(dy):
-        if isinstance(saved, Quantized):
-            assert quantized is not None
-            left, right = (quant.dequantize_tokens(q, groups, part) for q in (quantized, saved))
-        else:
-            left, right = dy[part].double(), saved[part].double()
+def grad_weight(dy: Quantized | Tensor, x: Quantized | Tensor, groups: TokenGroups, accumulator: Tensor) -> None:
+    """accumulator += dy^T x. dy [M, N] and x [M, K]: from `save_activation`; accumulator: float64 or float32 [N, K]."""
+    for part in _row_chunks(dy.codes if isinstance(dy, Quantized) else dy):
+        left, right = (
+            quant.dequantize_tokens(saved, groups, part) if isinstance(saved, Quantized) else saved[part].double()
+            for saved in (dy, x)
+        )
         if accumulator.dtype == torch.float64:
             accumulator.addmm_(left.t(), right)
         else:

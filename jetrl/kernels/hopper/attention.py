@@ -61,11 +61,11 @@ class Launch:
     stages: int  # tiles of keys (or of queries, in the backward) that are on their way, and the one in use
 
 
-PREFILL = Launch(rows=128, warps=8, stages=3)
+PREFILL = Launch(rows=64, warps=4, stages=3)
 DECODE = Launch(rows=64, warps=4, stages=3)
-GRAD_QUERIES = Launch(rows=128, warps=8, stages=3)
-GRAD_KEYS = Launch(rows=64, warps=8, stages=3)
-GRAD_KEY_TILE = 128  # keys that a program of the dk, dv kernel owns
+GRAD_QUERIES = Launch(rows=64, warps=4, stages=2)
+GRAD_KEYS = Launch(rows=32, warps=4, stages=3)
+GRAD_KEY_TILE = 64  # keys that a program of the dk, dv kernel owns
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,7 +13,7 @@ blocks in order, and promotes each 128-wide FP8 block to FP32 with both scales:
     acc = fma(dot(x_codes[m, b], w_codes[n, b]), x_scale[m, b] * w_scale[n, b], acc)
 
     DeepGemm     the fastest, where sgl-deep-gemm is installed and TMA can address the rows: N and K multiples of 16
-    ScaledMm     torch's block-scaled product (cuBLAS): forward and grad_input; weight gradients pay an extra pass
+    ScaledMm     torch's block-scaled product (cuBLAS), for shapes whose rows pass a trial; weight gradients pay an extra pass
     TritonGemm   everything else, any size; and BF16 where there is no DeepGEMM
 
 FP8 forward and grad_input are the same bits in all three. Weight gradients agree to FP32 rounding, and so do BF16 products;
@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.quant import Quantized
+from jetrl.kernels.quant import E4M3, Quantized
 
 log = logging.getLogger("jetrl")
 
@@ -46,6 +46,7 @@ class Backend(Protocol):
     """The products of the table above."""
 
     name: str
+    wants: str  # what `fits` asks for
 
     def fits(self, n: int, k: int) -> bool:
         """Whether a product with N = n and K = k can run, for every M."""
@@ -68,6 +69,7 @@ class DeepGemm:
     """Kernels are compiled for each tile shape at first use and kept in DG_JIT_CACHE_DIR."""
 
     name = "DeepGEMM"
+    wants = "N and K multiples of 16"
 
     def __init__(self) -> None:
         import deep_gemm
@@ -102,6 +104,7 @@ class TritonGemm:
     """Own kernels; tiles of 128 columns and 64 or 128 rows, both `wgmma`, whose rows agree to the bit."""
 
     name = "Triton"
+    wants = "any size"
 
     def fits(self, n: int, k: int) -> bool:
         return n > 0 and k > 0
@@ -137,15 +140,32 @@ class TritonGemm:
 
 
 class ScaledMm:
-    """torch's block-scaled product. It wants M to be a multiple of 16, so rows are padded; BF16 runs in Triton."""
+    """torch's block-scaled product. It wants M to be a multiple of 16, so rows are padded; BF16 runs in Triton.
+
+    cuBLAS chooses its kernel by M, and for some long K (4096 x 12288, 3584 x 18944 with torch 2.11) it splits the sum for some
+    M only; partial blocks it gets wrong. So it takes whole blocks alone, and only shapes that pass a trial against Triton.
+    """
 
     name = "torch._scaled_mm"
+    wants = "N and K multiples of 128, and rows that do not change with M"
 
     def __init__(self) -> None:
-        self._bf16 = TritonGemm()
+        self._triton = TritonGemm()
 
     def fits(self, n: int, k: int) -> bool:
-        return n % 16 == 0 and k % 16 == 0
+        return n % 128 == 0 and k % 128 == 0 and self._agrees(n, k)
+
+    def _agrees(self, n: int, k: int) -> bool:
+        """Whether products of random data equal Triton's to the bit for a ladder of M up to 8192."""
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        normal = torch.randn(8192, k, generator=generator, device="cuda")
+        x = Quantized(normal.clamp(-448, 448).to(E4M3), torch.rand(k // 128, 8192, generator=generator, device="cuda").t())
+        w = torch.randn(n, k, generator=generator, device="cuda").to(E4M3)
+        w_scales = torch.rand(n // 128, k // 128, generator=generator, device="cuda")
+        wanted = self._triton.fp8(x, w, w_scales)
+        ladder = [*range(16, 272, 16), *(384 << i for i in range(5)), *(512 << i for i in range(5))]
+        parts = (Quantized(x.codes[:m], x.scales[:m].t().contiguous().t()) for m in ladder)
+        return all(torch.equal(self.fp8(part, w, w_scales), wanted[: part.codes.shape[0]]) for part in parts)
 
     def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
         rows = x.codes.shape[0]
@@ -159,7 +179,7 @@ class ScaledMm:
         accumulator.add_(product[:n, :k])
 
     def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._bf16.bf16(x, w, dtype)
+        return self._triton.bf16(x, w, dtype)
 
 
 def _padded_rows(x: Quantized, multiple: int) -> Quantized:
@@ -210,7 +230,7 @@ def backend_for(n: int, k: int) -> Backend:
     backend = preferred()
     if backend.fits(n, k):
         return backend
-    log.warning("products of %d x %d run in Triton: %s wants both to be multiples of 16", n, k, backend.name)
+    log.warning("products of %d x %d run in Triton: %s cannot take them (%s)", n, k, backend.name, backend.wants)
     return TritonGemm()
 
 

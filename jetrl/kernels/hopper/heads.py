@@ -202,9 +202,8 @@ def _split_heads_grad(
         token = tl.cast(index, tl.int64)
         q_at, k_at, v_at = dq_ptr + token * dq_token, dk_ptr + token * dk_token, dv_ptr + token * dv_token
         qk_first = tl.where(is_q, _half(q_at, q_offset, is_q & inside), _half(k_at, k_offset, is_k & inside))
-        qk_second = tl.where(
-            is_q, _half(q_at, q_offset + DIM // 2, is_q & inside), _half(k_at, k_offset + DIM // 2, is_k & inside)
-        )
+        q_second = _half(q_at, q_offset + DIM // 2, is_q & inside)
+        qk_second = tl.where(is_q, q_second, _half(k_at, k_offset + DIM // 2, is_k & inside))
         cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM)
         first = (qk_first * cos + qk_second * sin).to(tl.bfloat16).to(tl.float32)
         second = (qk_second * cos - qk_first * sin).to(tl.bfloat16).to(tl.float32)

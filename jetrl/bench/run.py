@@ -1,0 +1,76 @@
+"""The command: check what was asked for, measure, print, write JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from jetrl.bench import attention, gemm, head, layer
+from jetrl.bench.shapes import DEFAULT, shape_of
+from jetrl.bench.table import as_json, render
+from jetrl.bench.timing import Ceilings, measure_ceilings, require_gpu
+
+BENCHES = {"gemm": gemm.bench, "attention": attention.bench, "layer": layer.bench, "head": head.bench}
+JUDGED_TOKENS = 8192
+_PACKAGES = {"torch": "torch", "triton": "triton", "deep_gemm": "sgl-deep-gemm"}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def command_line() -> str:
+    """The command as it was typed; folders lose their path."""
+    return " ".join(["jetrl", *(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])])
+
+
+def facts(gpu: str, ceilings: Ceilings) -> dict[str, Any]:
+    """What a reader of the numbers must know."""
+    return {
+        "gpu": gpu,
+        "versions": {name: _version(package) for name, package in _PACKAGES.items()},
+        "command": command_line(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "ceilings": {
+            "copy_tb_s": ceilings.copy / 1e12,
+            "bf16_tflops": ceilings.bf16 / 1e12,
+            "bf16_nominal_tflops": ceilings.bf16_nominal / 1e12,
+            "fp8_nominal_tflops": ceilings.fp8_nominal / 1e12,
+        },
+    }
+
+
+def run_bench(name: str, shape: str, tokens: int, file: Path | None, console: Console, **options: bool) -> None:
+    """Measure one of `BENCHES` and print it; write JSON to `file`.
+
+    Raises ValueError for an unknown shape, a number of tokens that eight sequences cannot share, or a machine without a Hopper
+    GPU; OSError for a file that cannot be written. All before the work.
+    """
+    config = shape_of(shape)
+    if tokens < 64 or tokens % 8:
+        raise ValueError(f"--tokens is {tokens}; wanted a multiple of 8, at least 64: eight sequences share them")
+    require_gpu()
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    torch.manual_seed(0)
+    ceilings = measure_ceilings()
+    meta = facts(torch.cuda.get_device_name(), ceilings) | {"shape": shape, "tokens": tokens}
+    torch.cuda.empty_cache()
+    tables = BENCHES[name](config, tokens, ceilings, shape == DEFAULT and tokens == JUDGED_TOKENS, **options)
+    for table in tables:
+        console.print(render(table, meta))
+    if file:
+        file.write_text(json.dumps(as_json(name, tables, meta), indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {file}")
