@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
+TRITON ?= 3.7.1
 PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -65,16 +66,19 @@ $(DEV_STAMP): requirements/dev.lock $(DEMO_STAMP) | $(BIN)/python
 	$(PIP) install -q -r requirements/dev.lock
 	@touch $@
 
-# A CUDA build of torch brings its own libraries and Triton; they are torch's to choose, so no lock names them.
+# A CUDA build of torch brings its own libraries and Triton; they are torch's to choose, so no lock names the libraries, and
+# cpu.lock no Triton. The tests need it beside a CPU build too: dev.lock names the version that the CUDA build would choose.
+TRITON_ON = ; sys_platform == 'linux' and platform_machine == 'x86_64'
 FREEZE = $(LOCK_ENV)/bin/python -m pip freeze --all --exclude jetrl --exclude pip \
-	| sed -E -e 's/^(torch==[0-9.]+)\+.*/\1/' -e '/^(nvidia|cuda|triton)/d' | LC_ALL=C sort -f
+	| sed -E -e 's/^(torch==[0-9.]+)\+.*/\1/' -e '/^(nvidia|cuda)/d' -e "s/^triton==.*/&$(TRITON_ON)/" | LC_ALL=C sort -f
 
 lock:
 	rm -rf build
 	$(PYTHON) -m venv $(LOCK_ENV)
 	$(LOCK_ENV)/bin/python -m pip install -q torch==$(TORCH) .
-	{ echo "# What 'make demo' installs. Made by 'make lock'; do not edit."; $(FREEZE); } > requirements/cpu.lock
-	$(LOCK_ENV)/bin/python -m pip install -q '.[dev]'
+	{ echo "# What 'make demo' installs. Made by 'make lock'; do not edit."; $(FREEZE) | sed '/^triton/d'; } \
+		> requirements/cpu.lock
+	$(LOCK_ENV)/bin/python -m pip install -q "triton==$(TRITON)$(TRITON_ON)" '.[dev]'
 	{ echo "# What 'make test' and 'make check' add to it. Made by 'make lock'; do not edit."; echo "-r cpu.lock"; \
 		$(FREEZE) | grep -vxFf requirements/cpu.lock; } > requirements/dev.lock
 	rm -rf build

@@ -9,16 +9,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from jetrl.config import FlowName
+from jetrl.flow import build_flow
+from jetrl.kernels.select import device_of
+from jetrl.model.config import read_config
+from jetrl.model.shapes import shape_of
+from jetrl.model.sources import resolve_model
 from jetrl.model.transformer import Trace, Transformer
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request, Rollout
 from jetrl.rollout.engine import Engine, EngineLimits, EngineStats
+
+
+def model_to_check(name: str, flow: FlowName, device: str, random_layers: int | None, seed: int) -> Transformer:
+    """The trainer's model of an exact flow, its weights loaded, or random in so many layers of the sizes that `name` has.
+
+    Raises ValueError for a flow that promises no equal bits, and for a name that is no model and no size.
+    """
+    if random_layers is None:
+        source = resolve_model(name)
+        config = read_config(source)
+    else:
+        config = replace(shape_of(name), num_layers=random_layers)
+    graph = build_flow(flow, config)
+    if not graph.exact:
+        raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
+    layers = graph.trainer_layers(config)
+    if random_layers is None:
+        return Transformer.of_folder(source, config, layers, device_of(device))
+    return Transformer.random(config, layers, device_of(device), seed)
 
 
 @dataclass(slots=True, frozen=True)

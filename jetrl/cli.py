@@ -98,10 +98,9 @@ def _show_plan(s: Setup) -> None:
             *[("note", note) for note in s.notes],
         ],
     )
-    plan = memory_plan(config, s.model, b)
-    total = 0.6 + sum(gb for _, gb in plan)
-    rows = [*plan, ("Python and its libraries", 0.6), ("together", total)]
-    _table("Memory on a CPU", [(name, f"{gb:8.3f} GB") for name, gb in rows if gb])
+    rows = memory_plan(config, s.model, b)
+    rows.append(("together", sum(gb for _, gb in rows)))
+    _table(f"Memory on a {'GPU' if s.device.type == 'cuda' else 'CPU'}", [(name, f"{gb:8.3f} GB") for name, gb in rows if gb])
 
 
 @app.command("eval")
@@ -172,23 +171,17 @@ def check(
     tokens: Annotated[int, typer.Option(min=8, help="about so many random tokens in all")] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: DeviceOption = "auto",
+    random_layers: Annotated[
+        int | None, typer.Option(min=1, help="random weights in so many layers; MODEL may then be a size such as qwen3-8b")
+    ] = None,
 ) -> None:
     """Prove that engine and trainer agree to the bit, operator by operator; exit status 1 if they do not."""
-    from jetrl.check import check_model
-    from jetrl.flow import build_flow
-    from jetrl.kernels.select import device_of
-    from jetrl.model.config import read_config
-    from jetrl.model.sources import resolve_model
-    from jetrl.model.transformer import Transformer
+    from jetrl.check import check_model, model_to_check
 
-    source = resolve_model(model)
-    config = read_config(source)
-    flow_graph = build_flow(flow, config)
-    if not flow_graph.exact:
-        raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
-    transformer = Transformer.of_folder(source, config, flow_graph.trainer_layers(config), device_of(device))
+    transformer = model_to_check(model, flow, device, random_layers, seed)
     results = check_model(transformer, tokens, seed)
-    table = Table(title=f"{source.name}, flow {flow}, {transformer.device}", title_justify="left")
+    weights = "" if random_layers is None else f", {random_layers} random layers"
+    table = Table(title=f"{model}{weights}, flow {flow}, {transformer.device}", title_justify="left")
     table.add_column("claim")
     for column in ("rows", "tensors", "differing rows"):
         table.add_column(column, justify="right")

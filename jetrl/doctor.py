@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 from importlib import metadata
+from pathlib import Path
 
 import torch
+
+from jetrl.kernels.select import missing
 
 _PACKAGES = [
     "jetrl",
@@ -16,6 +20,7 @@ _PACKAGES = [
     "safetensors",
     "triton",
     "sgl-deep-gemm",
+    "apache-tvm-ffi",
     "math-verify",
     "reasoning-gym",
     "gguf",
@@ -60,13 +65,49 @@ def packages() -> list[tuple[str, str]]:
 
 
 def where_things_run() -> list[tuple[str, str]]:
-    """Which implementation each operator uses on this machine, and why."""
-    reason = "" if not torch.cuda.is_available() else " (a GPU is present; its kernels are not part of this version)"
+    """Which implementation each operator uses with `device: auto` on this machine, and why."""
+    why_not = missing()
+    if not why_not:
+        return [("device", f"cuda: {torch.cuda.get_device_name()}"), *_on_a_gpu()]
+    seen = torch.cuda.is_available()
+    return [("device", f"cpu; there is a GPU that cannot be used: {why_not}" if seen else f"cpu: {why_not}"), *_on_a_cpu()]
+
+
+def _on_a_cpu() -> list[tuple[str, str]]:
     return [
-        ("device", "cpu" + reason),
         ("FP8 linear forward", "float64 block products of E4M3 codes, exact"),
         ("FP8 linear gradients", "float64 products of dequantised values"),
         ("BF16 linear, attention, lm_head", "float64 on grids where every sum is exact"),
         ("norms, rotary, SiLU-mul", "torch, one rounding to BF16"),
         ("sampling", "integer inversion with a counter-based generator a sample"),
     ]
+
+
+def _on_a_gpu() -> list[tuple[str, str]]:
+    from jetrl.kernels.hopper import gemm
+
+    try:
+        backend = gemm.preferred().name
+    except ValueError as error:
+        return [("matrix products", f"cannot run: {error}")]
+    deep = backend == gemm.DeepGemm.name
+    bf16 = backend if deep else gemm.TritonGemm.name
+    return [
+        ("FP8 linear, all three products", f"{backend}; sizes that are not multiples of 16 in Triton (JETRL_GEMM chooses)"),
+        *([("DeepGEMM's compiled kernels", _deep_gemm())] if deep else []),
+        ("BF16 linear forward", f"{bf16}, rows independent of the batch"),
+        ("attention", "one Triton kernel for training, prefill and decode"),
+        ("attention, backward", "two Triton kernels, without atomics"),
+        ("norms, rotary, SiLU-mul, quantiser", "Triton, fused with each other"),
+        ("lm_head", f"BF16 product with FP32 logits: {bf16}; log-probabilities in Triton"),
+        ("sampling", "Triton, integer inversion with a counter-based generator a sample"),
+    ]
+
+
+def _deep_gemm() -> str:
+    """Where DeepGEMM keeps what it compiles, and the compiler it needs for a shape that is not there yet."""
+    folder = os.environ.get("DG_JIT_CACHE_DIR") or str(Path.home() / ".deep_gemm")
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
+    nvcc = next(filter(None, (shutil.which("nvcc", path=f"{home}/bin") for home in homes)), shutil.which("nvcc"))
+    compiler = f"compiler {nvcc}" if nvcc else "no nvcc found: new shapes cannot be compiled; set CUDA_HOME"
+    return f"{folder} (DG_JIT_CACHE_DIR), {compiler}"

@@ -84,4 +84,5 @@ def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> li
         ("masters, moments and gradients", count * _TRAINING[device] / GB),
         ("KV cache", cache / GB),
         ("activations of one microbatch", activations / GB),
+        *([("Python and its libraries", 0.6)] if device == "cpu" else []),
     ]

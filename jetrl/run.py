@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from jetrl.check import diagnose
@@ -61,6 +62,11 @@ class Setup:
     notes: list[str]  # what the user should know: prompts left out, contexts cut
     batches: BatchPlan
     flow: Flow
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run's models live."""
+        return device_of(self.config.device)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of completion tokens, special tokens left out."""
@@ -142,10 +148,9 @@ class RunMonitor:
 
 def _models(s: Setup) -> tuple[Transformer, Transformer]:
     """The trainer's model and the engine's: one object where both sides have the same FP8 layers."""
-    device = device_of(s.config.device)
     trainer_layers, rollout_layers = s.flow.trainer_layers(s.model), s.flow.rollout_layers(s.model)
-    trainer = Transformer(s.model, trainer_layers, device)
-    return trainer, trainer if set(trainer_layers) == set(rollout_layers) else Transformer(s.model, rollout_layers, device)
+    trainer = Transformer(s.model, trainer_layers, s.device)
+    return trainer, trainer if set(trainer_layers) == set(rollout_layers) else Transformer(s.model, rollout_layers, s.device)
 
 
 def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: Callable[[], bool]) -> Job:
@@ -187,7 +192,7 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
         monitor=monitor,
         save=save,
         diagnose=lambda rollout, token: diagnose(sampling, training, rollout, token, temperature),
-        peak_memory_gb=peak_memory_gb,
+        peak_memory_gb=lambda: peak_memory_gb(training.device),
         stopping=stopping,
         start=start,
     )
@@ -278,7 +283,9 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def peak_memory_gb() -> float:
-    """Largest resident memory of this process so far, GB."""
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest memory so far, GB: on a GPU of torch's tensors there, else the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_in_the_interpreter(cases: tuple[str, ...]) -> None:
     root = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, __file__, *cases], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 

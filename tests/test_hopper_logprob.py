@@ -24,7 +24,7 @@ VOCABULARIES = [1, 50, TILE, TILE + 16, 2 * TILE + 77]
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-o", "python_functions=check_*", "-p", "no:cacheprovider", __file__]
     root = Path(__file__).resolve().parents[1]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)

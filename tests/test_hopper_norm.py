@@ -218,7 +218,12 @@ def mend_the_interpreter() -> None:
 def test_in_the_interpreter() -> None:
     """All checks in one child: importing torch takes longer than most of them."""
     folder = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
+    }
     child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stdout + child.stderr
     assert child.stdout.split() == list(CHECKS)

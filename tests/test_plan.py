@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetrl.config import RunConfig, parse_config
-from jetrl.model.config import ModelConfig, read_config
+from jetrl.model.checkpoint import parameter_shapes
+from jetrl.model.config import ModelConfig, linear_names, read_config
 from jetrl.plan import memory_plan, parameter_count, plan_batches
 from tests.random_models import random_model
 from tests.tiny_runs import SIZES, tiny_model
@@ -22,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 def config(**changes: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "steps": 10,
+        "device": "cpu",
         "rollout": {"prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 50},
         "algorithm": {"updates_per_step": 3},
         "optimizer": {"microbatch_tokens": 200},
@@ -89,3 +93,21 @@ def test_memory_grows_with_what_needs_it(model: ModelConfig) -> None:
     assert plan(flow="fp8_rollout")["weights as the kernels read them"] > base["weights as the kernels read them"]
     small = plan(optimizer={"microbatch_tokens": 60})
     assert small["activations of one microbatch"] < base["activations of one microbatch"]
+
+
+def test_a_gpu_keeps_codes_and_their_transposes_and_fp32_gradients(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetrl.plan.device_of", lambda name: torch.device(name))
+
+    def plan(device: str, flow: str) -> dict[str, float]:
+        settings = config(device=device, flow=flow)
+        return dict(memory_plan(settings, model, plan_batches(settings, model, 10)))
+
+    shapes = parameter_shapes(model)
+    linear = sum(prod(shapes[name]) for name in linear_names(model))
+    head, what = model.vocab_size * model.hidden_size, "weights as the kernels read them"
+    assert plan("cuda", "fp8")[what] == plan("cuda", "bf16")[what] == (2 * linear + 2 * head) / 1e9
+    assert plan("cpu", "fp8")[what] == (9 * linear + 10 * head) / 1e9
+    gpu, cpu = plan("cuda", "fp8"), plan("cpu", "fp8")
+    assert gpu["masters, moments and gradients"] == parameter_count(model) * 16 / 1e9
+    assert gpu["KV cache"] == cpu["KV cache"]
+    assert "Python and its libraries" in cpu and "Python and its libraries" not in gpu

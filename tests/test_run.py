@@ -174,4 +174,9 @@ def test_unknown_files_of_a_model(model: Path, tmp_path: Path) -> None:
 
 
 def test_peak_memory_is_in_gigabytes() -> None:
-    assert 0.05 < peak_memory_gb() < 64
+    assert 0.05 < peak_memory_gb(torch.device("cpu")) < 64
+
+
+def test_peak_memory_of_a_gpu_is_that_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {1: 2_500_000_000}[device.index])
+    assert peak_memory_gb(torch.device("cuda", 1)) == 2.5

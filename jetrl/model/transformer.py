@@ -96,6 +96,19 @@ class Transformer:
         model.load(load_weights(folder, config))
         return model
 
+    @staticmethod
+    def random(
+        config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu", seed: int = 0
+    ) -> Transformer:
+        """A model of random weights whose activations stay near one: for checks and benches, where no checkpoint is needed."""
+        model = Transformer(config, fp8_layers, device)
+        generator = torch.Generator(model.device).manual_seed(seed)
+        for name, leaf in model.leaves.items():
+            noise = torch.randn(leaf.shape, generator=generator, device=model.device)
+            value = 1.0 + 0.2 * noise if "norm" in name else noise * (0.3 if "bias" in name else leaf.shape[-1] ** -0.5)
+            leaf.assign(value.to(torch.bfloat16), model.ops)
+        return model
+
     def load(self, weights: dict[str, Tensor]) -> None:
         """Publish BF16 tensors, all leaves or none: every name, shape and dtype is checked before the first is assigned."""
         if weights.keys() != self.leaves.keys():
@@ -132,6 +145,7 @@ class Transformer:
             hidden, total = NormFunction.apply(x, delta, final, eps, self.ops)
         else:
             total, normed, _ = self.ops.add_rms_norm(x, delta, final.value, eps, Spec(fp8=False))
+            assert normed.value is not None
             hidden = normed.value
         record(f"layers.{self.config.num_layers - 1}.output", total)
         record("final_norm", hidden)

@@ -86,7 +86,7 @@ def test_bf16_rows_do_not_depend_on_their_number(name: str, shape: tuple[int, in
     n, k = shape
     w, x = noise(n, k, 1, k**-0.5), noise(max(ROWS), k)
     whole = backend(name).bf16(x, w, dtype)
-    close(whole[:300], x[:300].double() @ w.double().t(), 3e-3 if dtype == torch.bfloat16 else 1e-5)
+    close(whole[:300], x[:300].double() @ w.double().t(), 3e-3 if dtype == torch.bfloat16 else 3e-5)
     for m in ROWS:
         first = m * 37 % (max(ROWS) - m + 1)
         assert torch.equal(backend(name).bf16(x[first : first + m], w, dtype), whole[first : first + m]), m

