@@ -1,8 +1,7 @@
-"""Speed of the Hopper attention kernels, and a sweep over how they are launched.
+"""A sweep over how the Hopper attention kernels are launched; what the package launches is measured by `jetrl bench attention`.
 
-    python benchmarks/gpu_attention.py           what the package launches
-    python benchmarks/gpu_attention.py --sweep   every variant too, and whether its bits are the same
-    python benchmarks/gpu_attention.py --sweep --only decode     one of: prefill decode grad
+    python benchmarks/gpu_attention.py                   every variant, and whether its bits are the same
+    python benchmarks/gpu_attention.py --only decode     one of: prefill decode grad
 
 Causal operations are counted: a query at position t has t + 1 keys; 4 dim operations a pair forward, 10 backward (5 products,
 although the kernels do 7). Decode is bound by memory: keys and values read once, against the bandwidth of a copy, which is
@@ -91,8 +90,8 @@ def attempt(case: str, variant: str, work: Callable[[], Tensor], rate: Callable[
     return Line(case, variant, time, rate(time), same)
 
 
-def prefill(sweep: bool) -> Iterable[Line]:
-    choices = [Launch(r, w, s) for (r, w), s in product([(64, 4), (128, 8), (128, 4)], [2, 3, 4])] if sweep else []
+def prefill() -> Iterable[Line]:
+    choices = [Launch(r, w, s) for (r, w), s in product([(64, 4), (128, 8), (128, 4)], [2, 3, 4])]
     for case, lengths in PREFILL.items():
         tokens = sum(lengths)
         q, k, v = noise(tokens, HEADS, DIM), noise(tokens, KV_HEADS, DIM), noise(tokens, KV_HEADS, DIM)
@@ -114,8 +113,8 @@ def prefill(sweep: bool) -> Iterable[Line]:
                 yield attempt(f"prefill {case}", variant, lambda a=launch, b=skip, c=mine, r=run: r(a, b, c), rate, right)
 
 
-def decode(sweep: bool, bandwidth: float) -> Iterable[Line]:
-    for (case, (sequences, context)), block_size in product(DECODE.items(), (64, 128, 16) if sweep else (64,)):
+def decode(bandwidth: float) -> Iterable[Line]:
+    for (case, (sequences, context)), block_size in product(DECODE.items(), (64, 128, 16)):
         blocks = -(-context // block_size)
         table = torch.randperm(sequences * blocks, device="cuda").int().view(sequences, blocks)
         q = noise(sequences, HEADS, DIM)
@@ -129,13 +128,13 @@ def decode(sweep: bool, bandwidth: float) -> Iterable[Line]:
         name = f"decode {case} blocks of {block_size}"
         yield attempt(name, "package", lambda o=operands: kernel.attention(*o, False)[0], rate, None)
         right = kernel.attention(*operands, False)[0]
-        for stages, skip in product((2, 3, 4, 5), (False, True)) if sweep else ():
+        for stages, skip in product((2, 3, 4, 5), (False, True)):
             launch = Launch(64, 4, stages)
             variant = label(launch, " skip" if skip else "")
             yield attempt(name, variant, lambda a=launch, b=skip, o=operands: kernel.forward(*o, False, a, b)[0], rate, right)
 
 
-def grad(sweep: bool) -> Iterable[Line]:
+def grad() -> Iterable[Line]:
     lengths = PREFILL["8 x 1024"]
     tokens, work = sum(lengths), 2 * DIM * pairs(lengths)  # operations of one product
     q, k, v = noise(tokens, HEADS, DIM), noise(tokens, KV_HEADS, DIM), noise(tokens, KV_HEADS, DIM)
@@ -148,8 +147,6 @@ def grad(sweep: bool) -> Iterable[Line]:
         whole, "package", lambda: kernel.attention_grad(dout, q, k, v, out, lse, tiles)[0], lambda t: tera(5 * work, t), None
     )
     yield attempt(whole, "row terms", lambda: kernel.row_terms(dout, out, lse)[0], lambda t: f"{t * 1e6:.0f} us", None)
-    if not sweep:
-        return
     terms = (dout, q, k, v, delta, lse2)
     for (key_tile, rows, warps), stages in product([(128, 64, 8), (128, 32, 8), (64, 64, 4), (64, 32, 4)], (1, 2, 3)):
         launch, mine = Launch(rows, warps, stages), packed(lengths, key_tile=key_tile)
@@ -178,7 +175,6 @@ def show(lines: list[Line]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try every launch")
     parser.add_argument("--only", choices=("prefill", "decode", "grad"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -187,26 +183,24 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s, {HEADS}/{KV_HEADS} heads"
     )
     parts = {
-        "decode": lambda: decode(arguments.sweep, bandwidth),
-        "prefill": lambda: prefill(arguments.sweep),
-        "grad": lambda: grad(arguments.sweep),
+        "decode": lambda: decode(bandwidth),
+        "prefill": prefill,
+        "grad": grad,
     }
     lines: list[Line] = []
     for name, part in parts.items():
         if arguments.only in (None, name):
             lines += part()
             torch.cuda.empty_cache()
-    if arguments.sweep:
-        show(lines)
-        print()
+    show(lines)
     best: dict[str, Line] = {}
     for line in lines:
         if line.case not in best or line.seconds < best[line.case].seconds:
             best[line.case] = line
+    print("\npackage:")
     show([line for line in lines if line.variant == "package"])
-    if arguments.sweep:
-        print("best:")
-        show(list(best.values()))
+    print("best:")
+    show(list(best.values()))
     if any(line.same == "OTHER BITS" for line in lines):
         raise SystemExit("some variants have other bits")
 

@@ -32,16 +32,13 @@ def model_to_check(name: str, flow: FlowName, device: str, random_layers: int | 
 
     Raises ValueError for a flow that promises no equal bits, and for a name that is no model and no size.
     """
-    if random_layers is None:
-        source = resolve_model(name)
-        config = read_config(source)
-    else:
-        config = replace(shape_of(name), num_layers=random_layers)
+    source = resolve_model(name) if random_layers is None else None
+    config = replace(shape_of(name), num_layers=random_layers) if source is None else read_config(source)
     graph = build_flow(flow, config)
     if not graph.exact:
         raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
     layers = graph.trainer_layers(config)
-    if random_layers is None:
+    if source is not None:
         return Transformer.of_folder(source, config, layers, device_of(device))
     return Transformer.random(config, layers, device_of(device), seed)
 

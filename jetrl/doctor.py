@@ -87,17 +87,18 @@ def _on_a_gpu() -> list[tuple[str, str]]:
     from jetrl.kernels.hopper import gemm
 
     try:
-        backend = gemm.preferred().name
+        backend = gemm.preferred()
     except ValueError as error:
         return [("matrix products", f"cannot run: {error}")]
-    deep = backend == gemm.DeepGemm.name
-    bf16 = backend if deep else gemm.TritonGemm.name
+    deep, own = (backend.name == kind.name for kind in (gemm.DeepGemm, gemm.TritonGemm))
+    others = "" if own else f"; it wants {backend.wants}: else Triton"
+    bf16 = backend.name if deep else gemm.TritonGemm.name
     return [
-        ("FP8 linear, all three products", f"{backend}; sizes that are not multiples of 16 in Triton (JETRL_GEMM chooses)"),
+        ("FP8 linear, all three products", f"{backend.name} (JETRL_GEMM chooses){others}"),
         *([("DeepGEMM's compiled kernels", _deep_gemm())] if deep else []),
         ("BF16 linear forward", f"{bf16}, rows independent of the batch"),
         ("attention", "one Triton kernel for training, prefill and decode"),
-        ("attention, backward", "two Triton kernels, without atomics"),
+        ("attention, backward", "Triton, without atomics: the same bits in each run"),
         ("norms, rotary, SiLU-mul, quantiser", "Triton, fused with each other"),
         ("lm_head", f"BF16 product with FP32 logits: {bf16}; log-probabilities in Triton"),
         ("sampling", "Triton, integer inversion with a counter-based generator a sample"),

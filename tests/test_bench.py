@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from jetrl.bench import attention, gemm, head, layer, run, timing
-from jetrl.bench.shapes import SHAPES, products, shape_of
+from jetrl.bench.shapes import products, shape_of
 from jetrl.bench.table import Row, Table, Target, as_json, at_least, render, total
 from jetrl.bench.timing import BF16_NOMINAL, FP8_NOMINAL, Ceilings
+from jetrl.model.shapes import SHAPES
 from tests.random_models import save_random_model
 from tests.tiny_runs import command
 
@@ -45,7 +46,7 @@ def test_products_of_the_8b_model() -> None:
     assert layer.weight_count(QWEN) == 192_937_984
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, "smollm2"])
 def test_parts_make_up_the_rows(name: str) -> None:
     assert all(sum(p.parts) == p.n for p in products(shape_of(name)))
 

@@ -124,7 +124,8 @@ def test_the_work_list() -> None:
     assert {x.data_ptr() % 16 for x in (tiles.token, tiles.query_start, tiles.query_length, tiles.context)} == {0}
     whole = kernel.make_tiles([300, 0, 40], [300, 0, 40], 4, 4, [0, 300, 300], None, 0, "cpu")
     assert whole.key_sequence is not None and whole.key_token is not None
-    assert whole.key_sequence.tolist() == [0, 0, 0, 2] and whole.key_token.tolist() == [0, 128, 256, 0]
+    first_keys = list(range(0, 300, kernel.GRAD_KEY_TILE))
+    assert whole.key_sequence.tolist() == [0] * len(first_keys) + [2] and whole.key_token.tolist() == [*first_keys, 0]
     empty = kernel.make_tiles([], [], 4, 4, [], None, 0, "cpu")
     nothing = torch.zeros(0, 4, 16)
     assert kernel.attention(nothing, nothing, nothing, empty, True)[0].shape == (0, 4, 16)

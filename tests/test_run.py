@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetrl.config import load_config
 from jetrl.loop import MismatchError

@@ -122,14 +122,14 @@ def _backward(ops: Ops, config: ModelConfig, tokens: int, ceilings: Ceilings, ju
 
 
 def _backends(config: ModelConfig, tokens: int, ceilings: Ceilings) -> Table:
-    """The product alone in each backend that can run it."""
+    """The product alone in each backend; no time where one cannot run it with rows that are independent of M."""
     from jetrl.kernels.hopper import gemm, quant
 
     known = {b.name: b for b in (gemm.preferred(), gemm.ScaledMm(), gemm.TritonGemm())}
+    usable = {p: {name: b for name, b in known.items() if b.fits(p.n, p.k)} for p in products(config)}
     rows = []
     for m in dict.fromkeys((*BACKEND_ROWS, tokens)):
-        for p in products(config):
-            backends = {name: backend for name, backend in known.items() if backend.fits(p.n, p.k)}
+        for p, backends in usable.items():
             sides: dict[str, list[Call]] = {name: [] for name in backends}
             for _ in range(rotation(p.n * p.k + m * p.k)):
                 x, w = quant.quantize_rows(noise(m, p.k)), quant.quantize_weight(noise(p.n, p.k), p.parts)

@@ -22,7 +22,6 @@ from jetrl.bench.table import Row, Table, Target, at_least
 from jetrl.bench.timing import Call, Ceilings, measure, noise, rotation
 from jetrl.kernels.ops import Ops
 from jetrl.model import layer as block
-from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names
 from jetrl.model.context import Context, KVCache
 from jetrl.model.transformer import Transformer
@@ -98,11 +97,7 @@ def kernel_rows(kernels: dict[str, tuple[int, float]], runs: int) -> list[Row]:
 def _model(config: ModelConfig, flow: str, layers: int, positions: int) -> Transformer:
     """Random blocks; of the vocabulary a stub."""
     cut = replace(config, num_layers=layers, vocab_size=128, max_position_embeddings=positions)
-    model = Transformer(cut, linear_names(cut) if flow == "fp8" else (), "cuda")
-    shapes = parameter_shapes(cut)
-    weights = {name: noise(*shape, scale=shape[-1] ** -0.5) for name, shape in shapes.items()}
-    model.load({name: w + 1.0 if "norm" in name else w for name, w in weights.items()})
-    return model
+    return Transformer.random(cut, linear_names(cut) if flow == "fp8" else (), "cuda")
 
 
 def _with(layer: block.Layer, ops: Ops) -> block.Layer:

@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from jetrl.bench import attention, gemm, head, layer
-from jetrl.bench.shapes import DEFAULT, shape_of
+from jetrl.bench.shapes import shape_of
 from jetrl.bench.table import as_json, render
 from jetrl.bench.timing import Ceilings, measure_ceilings, require_gpu
+from jetrl.model.shapes import DEFAULT
 
 BENCHES = {"gemm": gemm.bench, "attention": attention.bench, "layer": layer.bench, "head": head.bench}
 JUDGED_TOKENS = 8192

@@ -22,7 +22,7 @@ def run(model: Transformer) -> None:
     for leaf in model.leaves.values():
         leaf.grad = torch.zeros(leaf.shape, device=model.device)
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(model.config.vocab_size, (n,), generator=generator).tolist() for n in (129, 1, 37)]
+    sequences = [torch.randint(model.config.vocab_size, (n,), generator=generator).tolist() for n in (129, 2, 37)]
     tokens = torch.tensor([t for s in sequences for t in s])
     hidden = model.forward(tokens, model.packed([len(s) for s in sequences]))
     logprobs, _ = model.chosen_logprobs(hidden, tokens, 0.7)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jetrl.bench import attention, gemm, head, layer, shapes, timing
+from jetrl.bench import attention, gemm, head, layer, timing
+from jetrl.model.shapes import SHAPES
 from tests.tiny_runs import command
 
 pytestmark = pytest.mark.gpu
@@ -17,12 +18,12 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few sizes, repeats and compiled kernels. cuBLAS wants the blocks of 128 along K to be a multiple of 4."""
+    """Few sizes, repeats and compiled kernels."""
     tiny = dataclasses.replace(
-        shapes.SHAPES["qwen3-8b"],
+        SHAPES["qwen3-8b"],
         vocab_size=1024, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=4, head_dim=64,
     )  # fmt: skip
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny)
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
     monkeypatch.setattr(timing, "REPEATS", 3)
     monkeypatch.setattr(timing, "COPIED", 1 << 24)
     monkeypatch.setattr(timing, "PRODUCT", 1024)

@@ -56,9 +56,9 @@ class HopperOps:
             or heads.heads // heads.kv_heads > attention.MAX_GROUP
         ):
             raise ValueError(
-                f"the model has {heads.heads} query heads, {heads.kv_heads} key heads and head dimension {heads.dim}; the GPU's "
-                f"attention takes dimensions {attention.DIMS} and up to {attention.MAX_GROUP} query heads a key head. "
-                "Use device=cpu."
+                f"the model has {heads.heads} query heads, {heads.kv_heads} key heads and head dimension {heads.dim}; "
+                f"the GPU's attention takes dimensions {attention.DIMS} and up to {attention.MAX_GROUP} query heads a "
+                "key head. Use device=cpu."
             )
 
     def weight(self, w: Tensor, parts: tuple[int, ...], fp8: bool, previous: Any) -> Fp8Weight | Bf16Weight:
