@@ -204,7 +204,8 @@ def run_training(config: RunConfig, resume: bool = False) -> bool:
     The first Ctrl-C (or SIGTERM) finishes the step, saves and reports; a second one stops at once.
     """
     run = Path(config.folder or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.flow}")
-    config = config.model_copy(update={"folder": str(run)})
+    # `auto` becomes the device it means: a run that went on elsewhere would not be the unbroken one.
+    config = config.model_copy(update={"folder": str(run), "device": device_of(config.device).type})
     checkpoint = latest_checkpoint(run)
     if resume:
         check_resumable(config, run)

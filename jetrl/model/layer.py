@@ -64,18 +64,18 @@ class Saved:
 
     x: Tensor  # BF16 [T, H], input of the first norm
     statistics: Tensor | None
-    normed: Activation
     fused: Tensor | None  # BF16 [T, width] before q and k norms, if there are any
     q: Tensor  # BF16 [T, heads, dim]
     keys: Tensor
     values: Tensor
     attended: Tensor  # BF16 [T, heads, dim]
     lse: Tensor | None
-    attended_input: Activation
     residual: Tensor  # BF16 [T, H], input of the second norm
     residual_statistics: Tensor | None
-    post_normed: Activation
     gate_up: Tensor  # BF16 [T, 2 F]
+    normed: Activation  # inputs of the four products, what the weight gradients read of them
+    attended_input: Activation
+    post_normed: Activation
     activated: Activation
 
 
@@ -119,11 +119,9 @@ def forward(
     record(name + "silu_mul", activated)
     down = ops.linear(activated, value["down"], layer.bias("down"))
     record(name + "down", down)
+    inputs = (Activation(tokens=a.tokens) for a in (normed, attended_input, post_normed, activated))
     kept = fused if "q_norm" in layer.leaves else None
-    saved = Saved(
-        x, statistics, normed, kept, q, keys, values, attended, lse, attended_input,
-        residual, residual_statistics, post_normed, gate_up, activated,
-    )  # fmt: skip
+    saved = Saved(x, statistics, kept, q, keys, values, attended, lse, residual, residual_statistics, gate_up, *inputs)
     return residual, down, saved
 
 

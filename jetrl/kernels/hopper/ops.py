@@ -4,7 +4,7 @@
     silu_mul         both layouts from one read, and so its gradient
     activation       attention's output and gradients that arrive in BF16: both layouts from one read
     linear           DeepGEMM, torch or Triton, see hopper/gemm.py
-    attention        one kernel for all phases; its gradient through cuDNN
+    attention        one kernel for all phases; its gradient in two kernels, without atomics
 
 In flow bf16 the same operators hand on BF16 tensors, and the forward's products are batch-invariant BF16 ones.
 """
