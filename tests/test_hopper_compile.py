@@ -1,0 +1,101 @@
+"""The matrix products of the GPU kernels, compiled for Hopper without a GPU: `wgmma` in every variant, and no spilled register.
+
+A row's bits are the same in decode and in training only if both use one instruction (docs/precision.md). Which one a tile
+gets is the compiler's choice, so it is checked in what it made.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from jetrl.kernels.hopper import attention, gemm  # noqa: E402
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+POINTERS = {
+    "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16", "lse_ptr": "*fp32", "sequence_ptr": "*i32",
+    "token_ptr": "*i32", "query_start_ptr": "*i32", "query_length_ptr": "*i32", "context_ptr": "*i32", "key_start_ptr": "*i64",
+    "table_ptr": "*i32", "tokens": "i32", "table_stride": "i32", "c": "fp32", "scale": "fp32", "dout_ptr": "*bf16",
+    "delta_ptr": "*fp32", "lse2_ptr": "*fp32", "dk_ptr": "*bf16", "dv_ptr": "*bf16", "dq_ptr": "*bf16",
+    "key_sequence_ptr": "*i32", "key_token_ptr": "*i32",
+}  # fmt: skip
+HEADS = {"8B": (8, 4, 128), "Qwen2.5-7B": (4, 7, 128), "SmolLM2": (3, 3, 64)}  # key heads, query heads a key head, dimension
+
+
+def compile_for_hopper(kernel: Any, types: dict[str, str], fixed: dict[str, Any], **options: Any) -> str:
+    """PTX of a kernel whose pointers and sizes are multiples of 16, as real ones are."""
+    signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
+    places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    aligned = {places[n]: [["tt.divisibility", 16]] for n, kind in signature.items() if kind in ("i32",) or kind[0] == "*"}
+    source = ASTSource(kernel, signature, {places[n]: value for n, value in fixed.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def spilled_bytes(ptx: str, folder: Path, serial: bool = False) -> int:
+    """`serial`: whether `wgmma` may wait for itself, which costs speed and no bit."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    command = [str(PTXAS), "-v", "--gpu-name=sm_90a", str(file), "-o", "/dev/null"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert serial or "serializ" not in report, report
+    found = re.search(r"(\d+) bytes spill stores", report)
+    assert found, report
+    return int(found[1])
+
+
+def require_wgmma(ptx: str) -> None:
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx
+
+
+@pytest.mark.parametrize("block_size", [0, 16, 64])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_uses_wgmma_in_every_phase(heads: str, block_size: int, tmp_path: Path) -> None:
+    """Packed keys (0), blocks that hold whole tiles of keys, and blocks that do not."""
+    kv_heads, group, dim = HEADS[heads]
+    launch = attention.DECODE if block_size else attention.PREFILL
+    fixed = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "BLOCK_SIZE": block_size, "ROWS": launch.rows}
+    fixed |= {"KEYS": attention.KEYS, "SKIP": not block_size, "WANT_LSE": not block_size}
+    fixed |= {"key_start_ptr": None, "lse_ptr": None} if block_size else {"table_ptr": None}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
+    ptx = compile_for_hopper(attention._forward_kernel, POINTERS, fixed, **options)
+    require_wgmma(ptx)
+    assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_gradients_of_attention_use_wgmma(heads: str) -> None:
+    kv_heads, group, dim = HEADS[heads]
+    fixed = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim}
+    keys, queries = attention.GRAD_KEYS, attention.GRAD_QUERIES
+    for kernel, launch, tile in (
+        (attention._grad_keys_kernel, keys, {"TILE": attention.GRAD_KEY_TILE}),
+        (attention._grad_queries_kernel, queries, {"KEYS": attention.KEYS}),
+    ):
+        sizes = {**fixed, **tile, "ROWS": launch.rows}
+        require_wgmma(compile_for_hopper(kernel, POINTERS, sizes, num_warps=launch.warps, num_stages=launch.stages))
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32 out", "accumulate"])
+def test_products_use_wgmma(kind: str, rows: int, tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("m", "n", "k", "t", "x_stride", "x_scales_stride", "w_scales_stride"), "i32")
+    sizes |= dict.fromkeys(("a_scales_stride", "b_scales_stride"), "i32")
+    operand = "*bf16" if kind in ("bf16", "fp32 out") else "*fp8e4nv"
+    types = sizes | dict.fromkeys(("x", "w", "a", "b"), operand) | {"y": "*fp32" if kind == "fp32 out" else "*bf16"}
+    types |= dict.fromkeys(("x_scales", "w_scales", "a_scales", "b_scales", "accumulator"), "*fp32")
+    kernel = {"fp8": gemm._fp8_kernel, "accumulate": gemm._fp8_accumulate_kernel}.get(kind, gemm._bf16_kernel)
+    if kind == "accumulate" and rows == 64:
+        pytest.skip("weight gradients have tiles of 128 rows only")
+    fixed = {} if kind == "accumulate" else {"ROWS": rows}
+    ptx = compile_for_hopper(kernel, types, fixed, num_warps=4 if rows == 64 else 8, num_stages=3)
+    require_wgmma(ptx)
+    assert spilled_bytes(ptx, tmp_path, serial=True) == 0  # what is left where DeepGEMM cannot run need not be fast
