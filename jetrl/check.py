@@ -272,9 +272,8 @@ def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, to
     prompt, completion = rollout.prompt.token_ids, rollout.completion
     sequence = prompt + completion.token_ids
     case = _Case([sequence], [len(prompt)], temperature)
-    reference, hidden = trainer_recording(
-        model, case.sequences, "cpu"
-    )  # a long rollout of a large model would not fit beside it
+    # Kept on the CPU: a long rollout of a large model would not fit beside it.
+    reference, hidden = trainer_recording(model, case.sequences, "cpu")
     limits = _limits(case.sequences, 1 << 20, 16)
     recording, logprobs, _ = engine_recording(engine_model, case.sequences, case.prompts, limits, temperature, "cpu")
     found = reference.compare(recording, "replay")

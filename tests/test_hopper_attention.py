@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.interpreter import run_python
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -175,11 +174,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("cases", [("packed", "gradients"), ("paged", "decode")])
 def test_in_the_interpreter(cases: tuple[str, ...]) -> None:
-    root = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, __file__, *cases], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(__file__, *cases)
 
 
 def repair_interpreter() -> None:

@@ -7,15 +7,13 @@ bounds on BF16 results are twice those of rounding.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.interpreter import run_checks
 
 TILE = 4096
 VOCABULARIES = [1, 50, TILE, TILE + 16, 2 * TILE + 77]
@@ -24,11 +22,7 @@ VOCABULARIES = [1, 50, TILE, TILE + 16, 2 * TILE + 77]
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-o", "python_functions=check_*", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).resolve().parents[1]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_checks(__file__)
 
 
 def kernels() -> ModuleType:

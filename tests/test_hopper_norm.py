@@ -9,11 +9,7 @@ variants of a kernel whose sum must not change may not spread a row over threads
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from torch import Tensor
 
 from jetrl.kernels import norm as reference
 from jetrl.kernels.quant import Quantized, TokenGroups, token_groups
+from tests.interpreter import run_python
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -217,16 +214,7 @@ def mend_the_interpreter() -> None:
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     """All checks in one child: importing torch takes longer than most of them."""
-    folder = Path(__file__).resolve().parents[1]
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
-    }
-    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stdout + child.stderr
-    assert child.stdout.split() == list(CHECKS)
+    assert run_python(__file__).split() == list(CHECKS)
 
 
 LAYOUTS = """
@@ -259,11 +247,7 @@ for width in (576, 4096):
 
 def test_the_order_of_the_sum_is_the_same_in_every_variant() -> None:
     """Compiled for sm_90: one layout a width, whether there is a delta or not, quantised or not."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])}
-    environment.pop("TRITON_INTERPRET", None)
-    child = subprocess.run([sys.executable, "-c", LAYOUTS], env=environment, capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stderr
-    lines = child.stdout.splitlines()
+    lines = run_python("-c", LAYOUTS, interpret=False).splitlines()
     assert len(lines) == 8 and len(set(lines)) == 2, lines
     assert all(re.search(r"sizePerThread = \[1, 8\]", line) for line in lines)
 

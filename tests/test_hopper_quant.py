@@ -8,10 +8,6 @@ codes are 7 / 4 of a power of two, far from any rounding. `tests/gpu/test_quant.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,6 +17,7 @@ from torch.nn.functional import pad
 
 from jetrl.kernels import quant
 from jetrl.kernels.quant import GROUP, Quantized, TokenGroups, token_groups
+from tests.interpreter import run_checks
 
 SHAPES = [(1, 1), (33, 127), (32, 128), (3, 129), (2, 576)]
 LENGTHS = [1, 127, 129]
@@ -79,11 +76,7 @@ def assert_tokens_layout(q: Quantized) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-o", "python_functions=check_*", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).resolve().parents[1]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_checks(__file__)
 
 
 def kernels() -> ModuleType:

@@ -84,10 +84,12 @@ def _all_three(
 
 
 def _all_three_bf16(x: Tensor, dy: Tensor, w: Tensor, accumulator: Tensor) -> None:
+    from jetrl.kernels.hopper.logprob import add_product
+
     torch.mm(x, w.t())
     torch.mm(dy, w)
     if accumulator.dtype == torch.float32:
-        torch.addmm(accumulator, dy.t(), x, out_dtype=torch.float32, out=accumulator)
+        add_product(accumulator, dy.t(), x)
     else:
         torch.mm(dy.t(), x, out=accumulator)
 

@@ -23,7 +23,7 @@ from jetrl.bench.timing import Call, Ceilings, measure, noise, rotation
 from jetrl.kernels.ops import Ops
 from jetrl.model import layer as block
 from jetrl.model.config import ModelConfig, linear_names
-from jetrl.model.context import Context, KVCache
+from jetrl.model.context import Context, KVCache, PagedContext
 from jetrl.model.transformer import Transformer
 
 DECODE, CONTEXT = (64, 256), 1024
@@ -165,7 +165,7 @@ def _decode_calls(model: Transformer, ops: Ops, sequences: int) -> list[Call]:
     cache.keys.normal_()
     cache.values.normal_()
     table = torch.randperm(sequences * blocks).view(sequences, blocks)
-    context = model.paged(cache, [1] * sequences, [CONTEXT] * sequences, table)
+    context = PagedContext.of(cache, [1] * sequences, [CONTEXT] * sequences, table)
     x, delta = noise(sequences, config.hidden_size), noise(sequences, config.hidden_size)
     return [partial(block.forward, replace(layer, ops=ops), x, delta, context, None) for layer in model.layers]
 

@@ -21,12 +21,11 @@ class Product:
 
 def shape_of(name: str) -> ModelConfig:
     """The sizes that a name or a model folder stands for; nothing is fetched. Raises ValueError for neither."""
-    known = {**SHAPES, "smollm2": SHAPES["smollm2-135m"]}  # its sizes, whether or not the model was fetched
-    if name in known:
-        return known[name]
+    if name in SHAPES:
+        return SHAPES[name]
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"shape is {name!r}; wanted one of {', '.join(known)}, or a model folder")
+        raise ValueError(f"shape is {name!r}; wanted one of {', '.join(SHAPES)}, or a model folder")
     return read_config(folder)
 
 

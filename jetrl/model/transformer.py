@@ -25,7 +25,7 @@ from jetrl.kernels.select import ops_for
 from jetrl.model import layer as layers
 from jetrl.model.checkpoint import load_weights, parameter_shapes
 from jetrl.model.config import ModelConfig, RopeScaling, linear_names
-from jetrl.model.context import Context, KVCache, PackedContext, PagedContext
+from jetrl.model.context import Context, PackedContext
 from jetrl.model.layer import ChosenLogprobsFunction, EmbedFunction, Layer, LayerFunction, NormFunction
 from jetrl.model.leaf import Kind, Leaf
 
@@ -122,10 +122,6 @@ class Transformer:
     def packed(self, lengths: list[int]) -> PackedContext:
         """The context of whole sequences of these lengths, packed one behind the other."""
         return PackedContext.of(lengths, self.device)
-
-    def paged(self, cache: KVCache, query_lengths: list[int], context_lengths: list[int], tables: Tensor) -> PagedContext:
-        """The context of new tokens of running sequences, see `PagedContext.of`."""
-        return PagedContext.of(cache, query_lengths, context_lengths, tables)
 
     def forward(self, tokens: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
         """Hidden states after the final norm. tokens: int64 [T]. Returns BF16 [T, H]. Differentiable where gradients are on."""

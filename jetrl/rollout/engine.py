@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl.model.context import KVCache
+from jetrl.model.context import KVCache, PagedContext
 from jetrl.model.transformer import Trace, Transformer
 from jetrl.rl.seeds import uniform
 from jetrl.rl.types import Completion, Request
@@ -177,7 +177,7 @@ class Engine:
         widest = max(len(s.blocks) for s, _ in plan.work)
         tables = torch.tensor([s.blocks + [s.blocks[0]] * (widest - len(s.blocks)) for s, _ in plan.work])
         counts = [n for _, n in plan.work]
-        context = self.model.paged(self.cache, counts, [s.computed + n for s, n in plan.work], tables)
+        context = PagedContext.of(self.cache, counts, [s.computed + n for s, n in plan.work], tables)
         self.stats.computed_tokens += len(tokens)
         return self.model.forward(torch.tensor(tokens), context, recorder)
 

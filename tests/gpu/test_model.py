@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jetrl.check import check_model, engine_recording, trainer_recording
-from jetrl.model.context import KVCache
+from jetrl.model.context import KVCache, PagedContext
 from jetrl.model.transformer import Transformer
 from jetrl.rollout.engine import EngineLimits
 from tests.tiny_models import tiny_model
@@ -147,7 +147,7 @@ def test_decode_runs_in_a_cuda_graph(flow: str) -> None:
         tensor.normal_(generator=generator)
     lengths = [1, 64, 65, 100, 130]
     tables = torch.arange(3 * count).view(count, 3)
-    context = model.paged(cache, [1] * count, lengths, tables)
+    context = PagedContext.of(cache, [1] * count, lengths, tables)
     tokens = torch.arange(count, device="cuda") + 17
     uniforms = torch.full((count,), 0.37, dtype=torch.float64, device="cuda")
     forced = torch.full((count,), -1, device="cuda")

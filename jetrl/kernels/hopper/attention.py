@@ -482,6 +482,11 @@ def forward(
     return out, lse
 
 
+def _for_rows(launch: Launch, rows: int) -> Launch:
+    """The launch for tiles of so many rows, 16 a warp."""
+    return Launch(rows, rows // 16, launch.stages)
+
+
 def attention(q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Causal attention. q: BF16 [T, heads, dim]; keys, values: BF16 [R, kv_heads, dim]; all contiguous.
 
@@ -490,8 +495,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, want_lse: b
     """
     if tiles.decode:  # bound by memory: the mask is free, and one loop keeps the pipeline full to the last tile
         return forward(q, keys, values, tiles, want_lse, DECODE, skip=False)
-    launch = PREFILL if tiles.rows == PREFILL.rows else Launch(tiles.rows, tiles.rows // 16, PREFILL.stages)
-    return forward(q, keys, values, tiles, want_lse, launch, skip=True)
+    return forward(q, keys, values, tiles, want_lse, _for_rows(PREFILL, tiles.rows), skip=True)
 
 
 def row_terms(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -547,8 +551,7 @@ def attention_grad(
 
     dout, q, out: BF16 [T, heads, dim]; keys, values: BF16 [R, kv_heads, dim]; lse: FP32 [heads, T]. With
     P = exp(S - lse): dV = P^T dO, dS = P * (dO V^T - delta), dQ = dS K / sqrt(d), dK = dS^T Q / sqrt(d).
-    Raises ValueError for
-    tiles with paged or older keys.
+    Raises ValueError for tiles with paged or older keys.
     """
     _check_operands(q, keys, values)
     if tiles.key_sequence is None:
@@ -556,6 +559,5 @@ def attention_grad(
     dout = dout.contiguous()
     delta, lse2 = row_terms(dout, out, lse)
     dk, dv = grad_keys(dout, q, keys, values, delta, lse2, tiles, GRAD_KEYS)
-    queries = GRAD_QUERIES if tiles.rows == GRAD_QUERIES.rows else Launch(tiles.rows, tiles.rows // 16, GRAD_QUERIES.stages)
-    dq = grad_queries(dout, q, keys, values, delta, lse2, tiles, queries)
+    dq = grad_queries(dout, q, keys, values, delta, lse2, tiles, _for_rows(GRAD_QUERIES, tiles.rows))
     return dq, dk, dv

@@ -35,6 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.memory import row_chunks
+
 Gemm = Callable[[Tensor, Tensor], Tensor]  # (hidden BF16 [R, H], head BF16 [V, H]) -> float32 [R, V], contiguous
 
 CHUNK_ROWS = 1024
@@ -379,7 +381,7 @@ def logits_grad(logits: Tensor, tokens: Tensor, dlogprobs: Tensor, statistics: S
 
 def row_slices(rows: int) -> list[slice]:
     """Slices of rows whose logits exist at once: 1024 rows, 622 MB for a vocabulary of 151936."""
-    return [slice(first, min(first + CHUNK_ROWS, rows)) for first in range(0, rows, CHUNK_ROWS)]
+    return row_chunks(rows, 1, CHUNK_ROWS, at_least=1)
 
 
 def chosen_logprobs_of_hidden(

@@ -591,8 +591,3 @@ def _silu_mul_grad_both(dy: Tensor, gate_up: Tensor, groups: TokenGroups) -> tup
         enable_fp_fusion=False,
     )
     return by_rows, by_tokens
-
-
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """BF16 sum of two BF16 tensors of one shape. torch's own kernel: FP32 inside, one rounding, bound by memory."""
-    return x + y

@@ -85,7 +85,7 @@ class HopperOps:
     ) -> tuple[Tensor, Activation, Tensor]:
         total, y, inverse = norm.add_rms_norm(x, delta, weight, eps, spec.fp8)
         if isinstance(y, Tensor):
-            return total, Activation(y, tokens=y if spec.groups is not None else None), inverse
+            return total, self.activation(y, spec), inverse
         tokens = None if spec.groups is None else norm.rms_norm_tokens(total, inverse, weight, spec.groups)
         return total, Activation(rows=y, tokens=tokens), inverse
 
@@ -154,7 +154,7 @@ class HopperOps:
         if not spec.fp8:
             y, _ = norm.silu_mul(gate_up, quantize=False)
             assert isinstance(y, Tensor)
-            return Activation(y, tokens=y if spec.groups is not None else None)
+            return self.activation(y, spec)
         rows, tokens = norm.silu_mul(gate_up, quantize=True, groups=spec.groups)
         assert isinstance(rows, Quantized)
         return Activation(rows=rows, tokens=tokens)
