@@ -18,6 +18,7 @@ from torch import Tensor
 from jetrl.kernels import norm as reference
 from jetrl.kernels.quant import Quantized, TokenGroups, token_groups
 from tests.interpreter import run_python
+from tests.test_hopper_quant import mend_the_quantiser
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -199,15 +200,11 @@ def mend_the_interpreter() -> None:
         return 1.0 / (1.0 + tl.exp(-x))
 
     @triton.jit
-    def pair(first, second):
-        low = first.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return low | (second.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-    @triton.jit
     def amax(x, axis: tl.constexpr):
         return tl.max(tl.abs(x), axis)
 
-    norm.sigmoid, norm._pair = sigmoid, pair
+    mend_the_quantiser(quant)
+    norm.sigmoid, norm.to_words, norm.amax_words = sigmoid, quant.to_words, quant.amax_words
     norm.amax = quant.amax = amax
 
 
@@ -250,6 +247,33 @@ def test_the_order_of_the_sum_is_the_same_in_every_variant() -> None:
     lines = run_python("-c", LAYOUTS, interpret=False).splitlines()
     assert len(lines) == 8 and len(set(lines)) == 2, lines
     assert all(re.search(r"sizePerThread = \[1, 8\]", line) for line in lines)
+
+
+SQUARES = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from jetrl.kernels.hopper import norm
+
+types = {"codes_ptr": "*fp8e4nv", "row_codes_ptr": "*fp8e4nv", "starts_ptr": "*i32", "sizes_ptr": "*i32"}
+types |= dict.fromkeys(("row_scales_ptr", "token_scales_ptr", "scales_ptr", "inverse_ptr"), "*fp32")
+for kernel in (norm._rms_norm_tokens, norm._silu_mul_square, norm._silu_mul_grad_square):
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
+    )
+    options = {"num_warps": norm._SQUARE_WARPS, "enable_fp_fusion": False}
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+    print(re.findall(r"convert_layout .* -> tensor<(\\d+x\\d+x[^,]*)", text))
+"""
+
+
+def test_a_square_passes_through_shared_memory_once() -> None:
+    """Compiled for sm_90: its codes, to be transposed, and nothing else; which layouts meet is the compiler's choice."""
+    moved = run_python("-c", SQUARES, interpret=False).splitlines()
+    assert moved == [str(["128x128xf8E4M3FN"] * outputs) for outputs in (1, 1, 2)], moved
 
 
 if __name__ == "__main__":

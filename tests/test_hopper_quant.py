@@ -79,9 +79,36 @@ def test_in_the_interpreter() -> None:
     run_checks(__file__)
 
 
+def mend_the_quantiser(hopper: ModuleType) -> None:
+    """Put functions of the language alone in the place of inline assembly, which the interpreter does not know."""
+    global tl  # a kernel finds its names here
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def reciprocal(x):
+        return 1.0 / x
+
+    @triton.jit
+    def to_e4m3(x):
+        return x.to(tl.float8e4nv)
+
+    @triton.jit
+    def to_words(low, high):
+        low_bits = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return low_bits | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+    @triton.jit
+    def amax_words(words, axis: tl.constexpr):
+        return tl.max(words & 0x7FFF, axis) | (tl.max((words >> 16) & 0x7FFF, axis) << 16)
+
+    hopper._reciprocal, hopper._to_e4m3, hopper.to_words, hopper.amax_words = reciprocal, to_e4m3, to_words, amax_words
+
+
 def kernels() -> ModuleType:
     from jetrl.kernels.hopper import quant as hopper  # imports triton: only in the pytest with the interpreter
 
+    mend_the_quantiser(hopper)
     return hopper
 
 

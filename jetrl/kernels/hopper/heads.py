@@ -30,6 +30,7 @@ from jetrl.kernels.hopper.norm import aligned, inverse_rms, row_chunks, sum_part
 _MAX_DIM = 256
 _HEADS = 16  # of a program: with 64 elements a half head, 8 elements, a 16-byte load, in each of 128 threads
 _MAX_CHUNKS = 256  # of tokens, in the first stage of the norm weights' gradients
+_GRAD_REGISTERS = 80  # a thread: six programs an SM, so that 256 chunks of 48 heads are on the GPU all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,11 @@ def _split_heads_grad(
     is_v = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None]
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & col_inside[None, :]
     place = head[:, None] * DIM + col[None, :]
-    q_offset = head[:, None] * dq_head + col[None, :]
-    k_offset = (head - HEADS)[:, None] * dk_head + col[None, :]
-    v_offset = (head - HEADS - KV_HEADS)[:, None] * dv_head + col[None, :]
+    # A head's gradient lies in dq, dk or dv: one load from where it is, not a choice among three.
+    grad_offset = tl.where(is_q, head[:, None] * dq_head, (head - HEADS)[:, None] * dk_head)
+    grad_offset = tl.where(is_v, (head - HEADS - KV_HEADS)[:, None] * dv_head, grad_offset) + col[None, :]
+    grad_token = tl.where(is_q, dq_token, tl.where(is_k, dk_token, dv_token)).to(tl.int64)
+    grad_ptr = tl.where(is_q, dq_ptr, tl.where(is_k, dk_ptr, dv_ptr)) + grad_offset
     if HAS_NORM:
         first_weight = _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, head < HEADS)
         second_weight = _norm_weight(q_norm_ptr, k_norm_ptr, col + DIM // 2, col_inside, head < HEADS)
@@ -200,17 +203,15 @@ def _split_heads_grad(
     start = tl.program_id(0) // BLOCKS * tokens_per_program
     for index in range(start, tl.minimum(start + tokens_per_program, tokens)):
         token = tl.cast(index, tl.int64)
-        q_at, k_at, v_at = dq_ptr + token * dq_token, dk_ptr + token * dk_token, dv_ptr + token * dv_token
-        qk_first = tl.where(is_q, _half(q_at, q_offset, is_q & inside), _half(k_at, k_offset, is_k & inside))
-        q_second = _half(q_at, q_offset + DIM // 2, is_q & inside)
-        qk_second = tl.where(is_q, q_second, _half(k_at, k_offset + DIM // 2, is_k & inside))
+        dfirst = _half(grad_ptr + token * grad_token, 0, inside)
+        dsecond = _half(grad_ptr + token * grad_token, DIM // 2, inside)
         cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM)
-        first = (qk_first * cos + qk_second * sin).to(tl.bfloat16).to(tl.float32)
-        second = (qk_second * cos - qk_first * sin).to(tl.bfloat16).to(tl.float32)
+        first = (dfirst * cos + dsecond * sin).to(tl.bfloat16).to(tl.float32)
+        second = (dsecond * cos - dfirst * sin).to(tl.bfloat16).to(tl.float32)
         if HAS_NORM:
             fused_at = fused_ptr + token * fused_stride
-            a = _biased_half(fused_at, place, bias_ptr, place, inside, HAS_BIAS)
-            b = _biased_half(fused_at, place + DIM // 2, bias_ptr, place + DIM // 2, inside, HAS_BIAS)
+            a = _biased_half(fused_at, place, bias_ptr, place, inside & ~is_v, HAS_BIAS)
+            b = _biased_half(fused_at, place + DIM // 2, bias_ptr, place + DIM // 2, inside & ~is_v, HAS_BIAS)
             inverse = inverse_rms(tl.sum(a * a, 1) + tl.sum(b * b, 1), eps, DIM)[:, None]
             a, b = a * inverse, b * inverse
             first_total += first * a
@@ -218,8 +219,7 @@ def _split_heads_grad(
             first, second = first * first_weight, second * second_weight
             mean = ((tl.sum(first * a, 1) + tl.sum(second * b, 1)) * (1.0 / DIM))[:, None]
             first, second = (first - a * mean) * inverse, (second - b * mean) * inverse
-        first = tl.where(is_v, _half(v_at, v_offset, is_v & inside), first)
-        second = tl.where(is_v, _half(v_at, v_offset + DIM // 2, is_v & inside), second)
+        first, second = tl.where(is_v, dfirst, first), tl.where(is_v, dsecond, second)
         out = dfused_ptr + token * ((HEADS + 2 * KV_HEADS) * DIM) + place
         tl.store(out, first.to(tl.bfloat16), mask=inside)
         tl.store(out + DIM // 2, second.to(tl.bfloat16), mask=inside)
@@ -350,6 +350,7 @@ def split_heads_grad(
         HAS_BIAS=bias is not None,
         HAS_NORM=has_norm,
         num_warps=warps,
+        maxnreg=_GRAD_REGISTERS,
         enable_fp_fusion=False,
     )
     if not has_norm:

@@ -25,23 +25,30 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.hopper.quant import (
-    _encode_words,
-    _largest,
-    _load_quarter,
-    _store_quarter_rows,
     amax,
+    amax_words,
     empty_rows,
     empty_tokens,
     encode_bf16,
     group_scale,
+    halves,
+    high_half,
+    load_words,
+    low_half,
     quantize_both,
+    store_rows,
+    store_tokens,
+    store_word_rows,
+    store_word_tokens,
+    to_words,
+    whole,
 )
 from jetrl.kernels.quant import Quantized, TokenGroups
 
 _MAX_WIDTH = 16384  # of a normed row: it has to fit in the registers of one program
 _MAX_CHUNKS = 512  # of rows, in the first stage of a norm weight's gradient: four programs of 8 warps an SM
 _SQUARE_WARPS = 8  # of a program on a square: 64 elements a thread
-_SQUARE_REGISTERS = 128  # a thread, in the gradient: two programs an SM, so that one loads while the other computes
+_SQUARE_REGISTERS = 128  # a thread: two programs an SM, so that one loads while the other computes
 _ROW_GROUPS = 16  # groups of 128 columns of a SiLU program: two 16-byte loads of each operand in each of 128 threads
 
 
@@ -106,32 +113,13 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _store_tokens(
-    a,  # bf16 [32, 128]: tokens 0, 4, 8, ... of the group; b, c, d: those after them (`quant` tells why)
-    b,
-    c,
-    d,
-    words_ptr,  # int32 [columns, groups * 32]: e4m3 codes, four to a word; of the square's first column and token
-    scales_ptr,  # fp32, of the square's first column
-    word_stride,
-    cols,  # of the tensor, from the square's first on
-):
-    """Store the 128x1 codes and scales of a square: one token group x 128 columns."""
-    col = tl.arange(0, 128)
-    scale = group_scale(amax(_largest(a, b, c, d), 0))
-    tl.store(scales_ptr + col, scale, mask=col < cols)
-    place = col.to(tl.int64)[:, None] * word_stride + tl.arange(0, 32)[None, :]
-    tl.store(words_ptr + place, _encode_words(a, b, c, d, scale[None, :, None]), mask=(col < cols)[:, None])
-
-
-@triton.jit
-def _rms_norm_quarter(x_ptr, inverse_ptr, weight, row_stride, size, cols, quarter: tl.constexpr):
-    """y of a quarter of a square, bf16 [32, 128]; x_ptr: of the square's first element; inverse_ptr: of its first token."""
-    row = 4 * tl.arange(0, 32) + quarter
-    x = _load_quarter(x_ptr, row_stride, size, cols, quarter).to(tl.float32)
-    inverse = tl.load(inverse_ptr + row, mask=row < size, other=0.0)
-    y = tl.where((row < size)[:, None], x * inverse[:, None] * weight[None, :], 0.0)  # 0 * a negative weight would be -0
-    return y.to(tl.bfloat16)
+def _rms_norm_part(part: tl.constexpr, x_ptr, inverse_ptr, even_weight, odd_weight, row_stride, size, cols):
+    """y of a part of a square, as words [16, 64]; x_ptr: of the square's first element; inverse_ptr: of its first token."""
+    row = 8 * tl.arange(0, 16) + part
+    x = load_words(part, x_ptr, row_stride, size, cols)
+    inverse = tl.load(inverse_ptr + row, mask=row < size, other=0.0)[:, None]
+    y = to_words(low_half(x) * inverse * even_weight[None, :], high_half(x) * inverse * odd_weight[None, :])
+    return tl.where((row < size)[:, None], y, 0)  # 0 * a negative weight would be -0
 
 
 @triton.jit
@@ -141,10 +129,10 @@ def _rms_norm_tokens(
     weight_ptr,  # bf16 [width]
     starts_ptr,  # int32 [G], first token of each group
     sizes_ptr,  # int32 [G], its tokens
-    words_ptr,  # int32 [width, 32 G], out: e4m3 codes [width, 128 G]
+    codes_ptr,  # e4m3 [width, 128 G], out
     scales_ptr,  # fp32, out: scale of (column, group) at group * scale_stride + column
     width,
-    word_stride,
+    code_stride,
     scale_stride,
 ):
     first = tl.program_id(0) * 128
@@ -154,15 +142,11 @@ def _rms_norm_tokens(
     left = width - first
     col = tl.arange(0, 128)
     weight = tl.load(weight_ptr + first + col, mask=col < left, other=0.0).to(tl.float32)
+    even_weight, odd_weight = tl.split(tl.reshape(weight, (64, 2)))
     x_ptr += start * width + first
-    inverse_ptr += start
-    a = _rms_norm_quarter(x_ptr, inverse_ptr, weight, width, size, left, 0)
-    b = _rms_norm_quarter(x_ptr, inverse_ptr, weight, width, size, left, 1)
-    c = _rms_norm_quarter(x_ptr, inverse_ptr, weight, width, size, left, 2)
-    d = _rms_norm_quarter(x_ptr, inverse_ptr, weight, width, size, left, 3)
-    words_ptr += first.to(tl.int64) * word_stride + group * 32
-    scales_ptr += group * scale_stride + first
-    _store_tokens(a, b, c, d, words_ptr, scales_ptr, word_stride, left)
+    words = whole(_rms_norm_part, (x_ptr, inverse_ptr + start, even_weight, odd_weight, width, size, left))
+    codes_ptr += first.to(tl.int64) * code_stride + group * 128
+    store_word_tokens(words, codes_ptr, scales_ptr + group * scale_stride + first, code_stride, left)
 
 
 @triton.jit
@@ -224,8 +208,8 @@ def _sum_partials(
 
 @triton.jit
 def _silu_mul(gate, up):
-    """bf16(SiLU(gate) * up) of fp32 operands."""
-    return (gate * sigmoid(gate) * up).to(tl.bfloat16)
+    """SiLU(gate) * up, fp32, not yet rounded."""
+    return gate * sigmoid(gate) * up
 
 
 @triton.jit
@@ -233,7 +217,7 @@ def _silu_mul_grad(dy, gate, up):
     """Gradients of gate and up, fp32, not yet rounded."""
     turn = sigmoid(gate)
     silu = gate * turn
-    return dy * up * (turn + silu * (1.0 - turn)), dy * silu
+    return dy * up * tl.fma(silu, 1.0 - turn, turn), dy * silu
 
 
 @triton.jit
@@ -255,7 +239,7 @@ def _silu_mul_rows(
     gate_place = gate_up_ptr + row * 2 * width + col
     gate = tl.load(gate_place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_place + width, mask=inside, other=0.0).to(tl.float32)
-    y = _silu_mul(gate, up)
+    y = _silu_mul(gate, up).to(tl.bfloat16)
     if QUANTIZE:
         wide = y.to(tl.float32)
         scale = group_scale(amax(wide, 1))
@@ -266,13 +250,12 @@ def _silu_mul_rows(
 
 
 @triton.jit
-def _silu_mul_quarter(gate_up_ptr, row_codes_ptr, row_scales_ptr, width, size, cols, quarter: tl.constexpr):
-    """y of a quarter of a square, bf16 [32, 128], its 1x128 codes and scales stored. Pointers: to the square's start."""
-    gate = _load_quarter(gate_up_ptr, 2 * width, size, cols, quarter).to(tl.float32)
-    up = _load_quarter(gate_up_ptr + width, 2 * width, size, cols, quarter).to(tl.float32)
-    y = _silu_mul(gate, up)
-    _store_quarter_rows(y, row_codes_ptr, row_scales_ptr, width, size, cols, quarter)
-    return y
+def _silu_mul_part(part: tl.constexpr, gate_up_ptr, width, size, cols):
+    """y of a part of a square, as words [16, 64]; gate_up_ptr: of the square's first gate."""
+    gate = load_words(part, gate_up_ptr, 2 * width, size, cols)
+    up = load_words(part, gate_up_ptr + width, 2 * width, size, cols)
+    even = _silu_mul(low_half(gate), low_half(up))
+    return to_words(even, _silu_mul(high_half(gate), high_half(up)))
 
 
 @triton.jit
@@ -282,11 +265,11 @@ def _silu_mul_square(
     sizes_ptr,  # int32 [G], its tokens
     row_codes_ptr,  # e4m3 [T, width], out
     row_scales_ptr,  # fp32, out: scale of (row, column group) at column group * row_scale_stride + row
-    words_ptr,  # int32 [width, 32 G], out: e4m3 codes [width, 128 G]
+    codes_ptr,  # e4m3 [width, 128 G], out
     token_scales_ptr,  # fp32, out: scale of (column, token group) at token group * token_scale_stride + column
     width,
     row_scale_stride,
-    word_stride,
+    code_stride,
     token_scale_stride,
 ):
     block = tl.program_id(0)
@@ -297,13 +280,11 @@ def _silu_mul_square(
     gate_up_ptr += start * 2 * width + block * 128
     row_codes_ptr += start * width + block * 128
     row_scales_ptr += block.to(tl.int64) * row_scale_stride + start
-    a = _silu_mul_quarter(gate_up_ptr, row_codes_ptr, row_scales_ptr, width, size, left, 0)
-    b = _silu_mul_quarter(gate_up_ptr, row_codes_ptr, row_scales_ptr, width, size, left, 1)
-    c = _silu_mul_quarter(gate_up_ptr, row_codes_ptr, row_scales_ptr, width, size, left, 2)
-    d = _silu_mul_quarter(gate_up_ptr, row_codes_ptr, row_scales_ptr, width, size, left, 3)
-    words_ptr += (block * 128).to(tl.int64) * word_stride + group * 32
+    words = whole(_silu_mul_part, (gate_up_ptr, width, size, left))
+    store_word_rows(words, row_codes_ptr, row_scales_ptr, width, size, left)
+    codes_ptr += (block * 128).to(tl.int64) * code_stride + group * 128
     token_scales_ptr += group * token_scale_stride + block * 128
-    _store_tokens(a, b, c, d, words_ptr, token_scales_ptr, word_stride, left)
+    store_word_tokens(words, codes_ptr, token_scales_ptr, code_stride, left)
 
 
 @triton.jit
@@ -329,34 +310,25 @@ def _silu_mul_grad_rows(
 
 
 @triton.jit
-def _pair(first, second):
-    """Two FP32 tensors rounded to BF16, both in one int32: a register holds two elements, as it would not otherwise."""
-    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.int32, True, 1)
+def _silu_mul_grad_part(part: tl.constexpr, dy_ptr, gate_up_ptr, width, size):
+    """Gradients of a part of a square, as words [16, 128] of gate and up. Pointers: to the square's start."""
+    dy = load_words(part, dy_ptr, width, size, 128)
+    gate = load_words(part, gate_up_ptr, 2 * width, size, 128)
+    up = load_words(part, gate_up_ptr + width, 2 * width, size, 128)
+    even_gate, even_up = _silu_mul_grad(low_half(dy), low_half(gate), low_half(up))
+    odd_gate, odd_up = _silu_mul_grad(high_half(dy), high_half(gate), high_half(up))
+    return tl.reshape(tl.join(to_words(even_gate, even_up), to_words(odd_gate, odd_up)), (16, 128))
 
 
 @triton.jit
-def _first(pair):
-    return pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _second(pair):
-    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _silu_mul_grad_quarter(
-    dy_ptr, gate_up_ptr, row_codes_ptr, row_scales_ptr, up_scales_ptr, width, size, quarter: tl.constexpr
+def _store_both(
+    tile, row_amax, col_amax, row_codes_ptr, row_scales_ptr, codes_ptr, scales_ptr, row_code_stride, code_stride, size
 ):
-    """Gradients of gate and up of a quarter of a square, a `_pair`, their 1x128 codes and scales stored."""
-    dy = _load_quarter(dy_ptr, width, size, 128, quarter).to(tl.float32)
-    gate = _load_quarter(gate_up_ptr, 2 * width, size, 128, quarter).to(tl.float32)
-    up = _load_quarter(gate_up_ptr + width, 2 * width, size, 128, quarter).to(tl.float32)
-    dgate, dup = _silu_mul_grad(dy, gate, up)
-    pair = _pair(dgate, dup)
-    _store_quarter_rows(_first(pair), row_codes_ptr, row_scales_ptr, 2 * width, size, 128, quarter)
-    _store_quarter_rows(_second(pair), row_codes_ptr + width, up_scales_ptr, 2 * width, size, 128, quarter)
-    return pair
+    """Both quantised layouts of a square of fp32 [16, 128, 8]. row_amax: fp32 [16, 8]; col_amax: fp32 [128]."""
+    even, odd = halves(tile)
+    store_rows(even, odd, row_amax, row_codes_ptr, row_scales_ptr, row_code_stride, size, 128)
+    even_amax, odd_amax = tl.split(tl.reshape(col_amax, (64, 2)))
+    store_tokens(even, odd, even_amax, odd_amax, codes_ptr, scales_ptr, code_stride, 128)
 
 
 @triton.jit
@@ -367,11 +339,11 @@ def _silu_mul_grad_square(
     sizes_ptr,  # int32 [G], its tokens
     row_codes_ptr,  # e4m3 [T, 2 width], out
     row_scales_ptr,  # fp32, out: scale of (row, column group) at column group * row_scale_stride + row
-    words_ptr,  # int32 [2 width, 32 G], out: e4m3 codes [2 width, 128 G]
+    codes_ptr,  # e4m3 [2 width, 128 G], out
     token_scales_ptr,  # fp32, out: scale of (column, token group) at token group * token_scale_stride + column
     width,
     row_scale_stride,
-    word_stride,
+    code_stride,
     token_scale_stride,
 ):
     block = tl.program_id(0)
@@ -382,17 +354,16 @@ def _silu_mul_grad_square(
     dy_ptr += start * width + block * 128
     row_codes_ptr += start * 2 * width + block * 128
     row_scales_ptr += block.to(tl.int64) * row_scale_stride + start
-    up_scales_ptr = row_scales_ptr + (width // 128).to(tl.int64) * row_scale_stride
-    a = _silu_mul_grad_quarter(dy_ptr, gate_up_ptr, row_codes_ptr, row_scales_ptr, up_scales_ptr, width, size, 0)
-    b = _silu_mul_grad_quarter(dy_ptr, gate_up_ptr, row_codes_ptr, row_scales_ptr, up_scales_ptr, width, size, 1)
-    c = _silu_mul_grad_quarter(dy_ptr, gate_up_ptr, row_codes_ptr, row_scales_ptr, up_scales_ptr, width, size, 2)
-    d = _silu_mul_grad_quarter(dy_ptr, gate_up_ptr, row_codes_ptr, row_scales_ptr, up_scales_ptr, width, size, 3)
-    words_ptr += (block * 128).to(tl.int64) * word_stride + group * 32
+    codes_ptr += (block * 128).to(tl.int64) * code_stride + group * 128
     token_scales_ptr += group * token_scale_stride + block * 128
-    _store_tokens(_first(a), _first(b), _first(c), _first(d), words_ptr, token_scales_ptr, word_stride, 128)
-    words_ptr += width.to(tl.int64) * word_stride
-    token_scales_ptr += width
-    _store_tokens(_second(a), _second(b), _second(c), _second(d), words_ptr, token_scales_ptr, word_stride, 128)
+    words = whole(_silu_mul_grad_part, (dy_ptr, gate_up_ptr, width, size))
+    rows, cols = amax_words(words, 1), amax_words(amax_words(words, 2), 0)
+    to = (row_codes_ptr, row_scales_ptr, codes_ptr, token_scales_ptr)
+    _store_both(low_half(words), low_half(rows), low_half(cols), *to, 2 * width, code_stride, size)
+    row_scales_ptr += (width // 128).to(tl.int64) * row_scale_stride
+    codes_ptr += width.to(tl.int64) * code_stride
+    up_to = (row_codes_ptr + width, row_scales_ptr, codes_ptr, token_scales_ptr + width)
+    _store_both(high_half(words), high_half(rows), high_half(cols), *up_to, 2 * width, code_stride, size)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -452,12 +423,13 @@ def rms_norm_tokens(x: Tensor, inverse: Tensor, weight: Tensor, groups: TokenGro
         aligned(weight),
         groups.starts,
         groups.sizes,
-        out.codes.view(torch.int32),
+        out.codes,
         out.scales,
         width,
-        out.codes.shape[1] // 4,
+        out.codes.shape[1],
         out.scales.stride(1),
         num_warps=_SQUARE_WARPS,
+        maxnreg=_SQUARE_REGISTERS,
         enable_fp_fusion=False,
     )
     return out
@@ -540,13 +512,14 @@ def silu_mul(gate_up: Tensor, quantize: bool, groups: TokenGroups | None = None)
         groups.sizes,
         codes,
         scales,
-        tokens.codes.view(torch.int32),
+        tokens.codes,
         tokens.scales,
         width,
         scales.stride(1),
-        tokens.codes.shape[1] // 4,
+        tokens.codes.shape[1],
         tokens.scales.stride(1),
         num_warps=_SQUARE_WARPS,
+        maxnreg=_SQUARE_REGISTERS,
         enable_fp_fusion=False,
     )
     return y, tokens
@@ -580,11 +553,11 @@ def _silu_mul_grad_both(dy: Tensor, gate_up: Tensor, groups: TokenGroups) -> tup
         groups.sizes,
         by_rows.codes,
         by_rows.scales,
-        by_tokens.codes.view(torch.int32),
+        by_tokens.codes,
         by_tokens.scales,
         width,
         by_rows.scales.stride(1),
-        by_tokens.codes.shape[1] // 4,
+        by_tokens.codes.shape[1],
         by_tokens.scales.stride(1),
         num_warps=_SQUARE_WARPS,
         maxnreg=_SQUARE_REGISTERS,

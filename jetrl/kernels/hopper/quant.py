@@ -10,12 +10,15 @@ Method. A program takes a tile whose groups lie wholly inside it, so a group's a
     both      one token group x 128      the two above from one read
     weight    128 x 128                  one scale; codes leave as they are and transposed
 
-Codes are bytes, and a transpose would move them one by one through shared memory. So a tile is read as four interleaved
-quarters (rows 4i, 4i + 1, 4i + 2, 4i + 3): the four codes that are neighbours in the transpose lie in one thread, travel as one
-32-bit word, and leave in 16-byte stores.
+Codes are bytes, and a transpose would move them one by one through shared memory. So a tile is read as eight interleaved
+parts (rows 8i, 8i + 1, ..., 8i + 7): the eight codes that are neighbours in the transpose lie in one thread and travel as
+one 64-bit word, and the eight that are neighbours in a row leave as they are. Everything else of a tile is counted in
+instructions, for memory leaves time for about 20 an element:
 
-An IEEE division takes some twenty instructions, more than the memory leaves time for. `group_scale` and `encode_bf16` give the
-bytes of the division in two multiplications; the domain of each is small enough that tests try all of it.
+    BF16 values stay packed in INT32 words, of an even and an odd column, and are compared as such: two magnitudes at a time
+    a value is unpacked once for both layouts, and four codes are made in one register
+    an IEEE division takes some twenty instructions; `group_scale` and `encode_bf16` give its bytes in two multiplications,
+    and the domain of each is small enough that tests try all of it
 
 Layouts, as DeepGEMM's TMA reads them:
 
@@ -27,7 +30,8 @@ Layouts, as DeepGEMM's TMA reads them:
 Np counts padding: blocks start anew with each fused part, so unless every part but the last is a multiple of 128, each is
 padded with zeros to one (SmolLM2's q, k, v: 576, 192, 192 become 640 + 256 + 256).
 
-Given up: a padded tensor takes one launch for each part; a weight whose Np is no multiple of 4 is transposed byte by byte.
+Given up: a padded tensor takes one launch for each part; a weight whose Np is no multiple of 16 is stored byte by byte when
+transposed; at most 65,535 token groups a launch.
 """
 
 from __future__ import annotations
@@ -41,10 +45,13 @@ from torch import Tensor
 
 from jetrl.kernels.quant import E4M3, GROUP, Quantized, TokenGroups
 
+_WARPS = 8  # of a program on a tile of 128x128: 64 elements a thread
+_REGISTERS = 128  # a thread: two programs an SM, so that one loads while the other computes
 _ROWS = 32  # rows of a program of `quantize_rows`; a row's bytes do not depend on it
 # 1 / 448 as the sum of two floats, the first a little below it.
 _HIGH = tl.constexpr(float.fromhex("0x1.249248p-9"))
 _LOW = tl.constexpr(float.fromhex("0x1.24924ap-33"))
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 # ---- device functions -------------------------------------------------------------------------------------------------------
@@ -78,59 +85,189 @@ def encode(x, scale):
 
 
 @triton.jit
+def _reciprocal(x):
+    """1 / x within an ulp, for FP32 x from 2^-126 to 2^126; 0 of infinity."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _to_e4m3(x):
+    """FP32 to E4M3, four neighbours a register: Triton's own cast takes as many instructions again to put pairs together."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+        "=r,f,f,f,f",
+        [x],
+        tl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def encode_bf16(x, scale):
     """The bytes of `encode` in two multiplications, where x is FP32 but holds BF16 values and scale is that of their group.
 
     That is: scale = group_scale(amax) of a BF16 amax >= |x|. The reciprocal of the scale as the sum of two floats, high + low,
     gives a quotient that is off by about 2^-40 of itself before its one rounding. A BF16 value over such a scale never comes
-    that near to where a code changes; a test tries every pair. `high` lies a little below 1 / scale, whatever the rounding of
-    the reciprocal: so low > 0, and -0 keeps its sign. No clamp: the quotient is at most 448 plus a rounding error.
+    that near to where a code changes; a test tries every pair. One multiplication cannot do: for seven of the 128 mantissas
+    of amax no float in the place of 1 / scale gives all codes. `high` lies a little below 1 / scale, whatever the rounding
+    of the reciprocal: so low > 0, and -0 keeps its sign. No clamp: the quotient is at most 448 plus a rounding error.
     """
-    finite = scale != float("inf")  # finite / Inf is 0 and Inf / Inf is NaN: x * 0 gives both
-    high = ((1.0 / scale).to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)  # approximate, so 4 ulp less
-    low = tl.fma(-scale, high, 1.0) * high
-    high = tl.where(finite, high, 0.0)
-    low = tl.where(finite, low, 0.0)
-    return tl.fma(x, high, x * low).to(tl.float8e4nv)
+    high = _reciprocal(scale) * (1.0 - 2.0**-21)
+    # Of an infinite scale high is 0, and with the largest float in its place so is low: finite / Inf is 0 and Inf / Inf NaN.
+    low = tl.fma(tl.minimum(scale, _LARGEST) * -1.0, high, 1.0) * high
+    return _to_e4m3(tl.fma(x, high, x * low))
 
 
 @triton.jit
-def _encode(x, scale):
-    """Codes of x as it was loaded."""
-    if x.dtype == tl.bfloat16:
-        return encode_bf16(x.to(tl.float32), scale)
-    else:
-        return encode(x, scale)
+def _encode(x, scale, EXACT: tl.constexpr):
+    """Codes of FP32 x, by IEEE division if EXACT; else x must hold BF16 values."""
+    return encode(x, scale) if EXACT else encode_bf16(x, scale)
+
+
+# ---- tiles of 128x128 -------------------------------------------------------------------------------------------------------
+# Element [i, j, e] of a tile is row 8 i + e. Its rows lie in one thread, so that along the last dimension nothing has to move.
 
 
 @triton.jit
-def _load_quarter(x, row_stride, rows, cols, quarter: tl.constexpr):
-    """Rows quarter, quarter + 4, ... of the 128x128 tile at x: [32, 128], zero outside `rows` rows and `cols` columns."""
-    row = 4 * tl.arange(0, 32) + quarter
+def low_half(words):
+    """The BF16 values in the low halves of INT32 words, FP32."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_half(words):
+    """The BF16 values in the high halves of INT32 words, FP32."""
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_words(low, high):
+    """Two FP32 tensors rounded to BF16, both in one of INT32: a register holds two elements, as it would not otherwise."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+
+
+@triton.jit
+def _load_part(part: tl.constexpr, x, row_stride, rows, cols):
+    """Rows part, part + 8, ... of the tile at x: [16, 128], zero outside `rows` rows and `cols` columns."""
+    row = 8 * tl.arange(0, 16)
     col = tl.arange(0, 128)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    return tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0.0)
+    inside = (row + part < rows)[:, None] & (col < cols)[None, :]
+    x += tl.cast(part, tl.int64) * row_stride
+    return tl.load(x + (row[:, None] * row_stride + col[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
-def _largest(a, b, c, d):
-    """Elementwise max of absolute values in FP32."""
-    ab = _nan_maximum(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)))
-    return _nan_maximum(ab, _nan_maximum(tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))))
+def load_words(part: tl.constexpr, x, row_stride, rows, cols):
+    """`_load_part` of BF16 x as words, INT32 [16, 64]."""
+    pairs = tl.reshape(_load_part(part, x, row_stride, rows, cols).to(tl.int16, bitcast=True), (16, 64, 2))
+    even, odd = tl.split(pairs)
+    return (even.to(tl.int32) & 65535) | (odd.to(tl.int32) << 16)
 
 
 @triton.jit
-def _encode_words(a, b, c, d, scale):
-    """Codes of a tile's four quarters, as the 32-bit words that hold four rows of a column: [128 cols, 32].
+def whole(make: tl.constexpr, arguments):
+    """[16, n, 8] of the eight parts make(part, *arguments), each [16, n]: the rows of a column that lie in one thread."""
+    a = tl.join(tl.join(make(0, *arguments), make(4, *arguments)), tl.join(make(2, *arguments), make(6, *arguments)))
+    b = tl.join(tl.join(make(1, *arguments), make(5, *arguments)), tl.join(make(3, *arguments), make(7, *arguments)))
+    joined = tl.join(a, b)
+    return tl.reshape(joined, (16, joined.shape[1], 8))
 
-    scale: a scalar, or [1, 128, 1].
+
+@triton.jit
+def _parts(tile):
+    """The eight parts of a tile [16, n, 8] or [16, 8], in order: [16, n] or [16] each."""
+    a, b = tl.split(tl.reshape(tile, tile.shape[:-1] + [4, 2]))  # noqa: RUF005 (Triton takes no star in a list)
+    a, c = tl.split(tl.reshape(a, tile.shape[:-1] + [2, 2]))  # noqa: RUF005
+    b, d = tl.split(tl.reshape(b, tile.shape[:-1] + [2, 2]))  # noqa: RUF005
+    a, e = tl.split(a)
+    b, f = tl.split(b)
+    c, g = tl.split(c)
+    d, h = tl.split(d)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def halves(tile):
+    """Even and odd columns, [16, n, 8] each, of a tile [16, 2 n, 8]."""
+    pairs = tl.reshape(tile, (16, tile.shape[1] // 2, 2, 8))
+    return tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of the low and of the high halves of two words, as unsigned numbers."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def amax_words(words, axis: tl.constexpr):
+    """max |x| of low and of high halves along `axis`, as words. Magnitudes are ordered as their bits are, NaN last."""
+    return tl.reduce(words & 0x7FFF7FFF, axis, _larger)
+
+
+@triton.jit
+def _store_row_codes(even, odd, scale, codes, codes_stride, rows, cols, EXACT: tl.constexpr):
+    """even, odd: FP32 [16, 64, 8]; scale: FP32 [16, 8]; codes: E4M3, the tile's first."""
+    evens, odds, scales = _parts(even), _parts(odd), _parts(scale)
+    row = 8 * tl.arange(0, 16)
+    col = tl.arange(0, 128)
+    # Eight bytes a thread, as the thread has them: to gather sixteen would take a way through shared memory.
+    place = tl.max_contiguous(row[:, None] * codes_stride + col[None, :], (1, 8))
+    for part in tl.static_range(8):
+        code = _encode(tl.reshape(tl.join(evens[part], odds[part]), (16, 128)), scales[part][:, None], EXACT)
+        stored = (row + part < rows)[:, None] & (col < cols)[None, :]
+        tl.store(codes + tl.cast(part, tl.int64) * codes_stride + place, code, mask=stored)
+
+
+@triton.jit
+def _store_column_codes(even, odd, even_scale, odd_scale, codes, codes_stride, rows, cols, EXACT: tl.constexpr):
+    """even, odd: FP32 [16, 64, 8]; scales: FP32 [64]; codes: E4M3 [cols, rows], the transposed tile's first."""
+    code = tl.join(_encode(even, even_scale[None, :, None], EXACT), _encode(odd, odd_scale[None, :, None], EXACT))
+    code = tl.reshape(tl.permute(code, (1, 3, 0, 2)), (128, 128))
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    stored = (col < cols)[:, None] & (row < rows)[None, :]
+    tl.store(codes + (col[:, None] * codes_stride + row[None, :]), code, mask=stored)
+
+
+@triton.jit
+def store_rows(even, odd, row_amax, codes, scales, codes_stride, rows, cols, EXACT: tl.constexpr = False):
+    """Quantise a tile in 1x128 groups: FP32 even and odd columns [16, 64, 8], amax of its rows [16, 8].
+
+    codes: E4M3, the tile's first; scales: FP32, of its first row. EXACT: of values that are not BF16.
     """
-    # Joined first, so that one instruction converts two neighbours of a word.
-    first, second = tl.split(_encode(tl.join(a, b), scale).to(tl.uint8, bitcast=True))
-    low = first.to(tl.uint16) | (second.to(tl.uint16) << 8)
-    first, second = tl.split(_encode(tl.join(c, d), scale).to(tl.uint8, bitcast=True))
-    high = first.to(tl.uint16) | (second.to(tl.uint16) << 8)
-    return tl.trans(low.to(tl.uint32) | (high.to(tl.uint32) << 16)).to(tl.int32, bitcast=True)
+    scale = group_scale(row_amax)
+    row = tl.arange(0, 128)
+    tl.store(scales + row, tl.reshape(scale, (128,)), mask=row < rows)
+    _store_row_codes(even, odd, scale, codes, codes_stride, rows, cols, EXACT)
+
+
+@triton.jit
+def store_tokens(even, odd, even_amax, odd_amax, codes, scales, codes_stride, cols, EXACT: tl.constexpr = False):
+    """Quantise a tile in 128x1 groups: as in `store_rows`, with the amax of even and odd columns [64].
+
+    codes: E4M3, the transposed tile's first; scales: FP32, of its first column.
+    """
+    even_scale, odd_scale = group_scale(even_amax), group_scale(odd_amax)
+    col = tl.arange(0, 128)
+    tl.store(scales + col, tl.reshape(tl.join(even_scale, odd_scale), (128,)), mask=col < cols)
+    _store_column_codes(even, odd, even_scale, odd_scale, codes, codes_stride, 128, cols, EXACT)
+
+
+@triton.jit
+def store_word_rows(words, codes, scales, codes_stride, rows, cols):
+    """`store_rows` of a tile of words [16, 64, 8], each an even and an odd column."""
+    largest = amax_words(words, 1)
+    row_amax = _nan_maximum(low_half(largest), high_half(largest))
+    store_rows(low_half(words), high_half(words), row_amax, codes, scales, codes_stride, rows, cols)
+
+
+@triton.jit
+def store_word_tokens(words, codes, scales, codes_stride, cols):
+    """`store_tokens` of a tile of words [16, 64, 8], each an even and an odd column."""
+    largest = amax_words(amax_words(words, 2), 0)
+    store_tokens(low_half(words), high_half(words), low_half(largest), high_half(largest), codes, scales, codes_stride, cols)
 
 
 # ---- kernels ----------------------------------------------------------------------------------------------------------------
@@ -163,18 +300,8 @@ def _rows_kernel(
     scale = group_scale(amax(tile.to(tl.float32), 1))
     tl.store(scales + block.to(tl.int64) * scales_stride + row, scale, mask=row_inside)
     stored = row_inside[:, None] & (col < stored_cols)[None, :]
-    tl.store(codes + row64 * codes_stride + col[None, :], _encode(tile, scale[:, None]), mask=stored)
-
-
-@triton.jit
-def _store_quarter_rows(tile, codes, scales, codes_stride, rows, cols, quarter: tl.constexpr):
-    """Quantise a quarter (`_load_quarter`) in 1x128 groups. codes: E4M3, the tile's first; scales: FP32, its first row's."""
-    row = 4 * tl.arange(0, 32) + quarter
-    col = tl.arange(0, 128)
-    scale = group_scale(amax(tile.to(tl.float32), 1))
-    tl.store(scales + row, scale, mask=row < rows)
-    stored = (row < rows)[:, None] & (col < cols)[None, :]
-    tl.store(codes + row.to(tl.int64)[:, None] * codes_stride + col[None, :], _encode(tile, scale[:, None]), mask=stored)
+    code = _encode(tile.to(tl.float32), scale[:, None], tile.dtype == tl.float32)
+    tl.store(codes + row64 * codes_stride + col[None, :], code, mask=stored)
 
 
 @triton.jit(do_not_specialize=["groups", "scales_stride", "row_scales_stride"])
@@ -182,61 +309,42 @@ def _tokens_kernel(
     x,  # BF16 or FP32 [T, cols], row stride x_stride, unit column stride
     starts,  # INT32 [groups]: first token of each group
     sizes,  # INT32 [groups]: its tokens, 1 to 128
-    words,  # INT32 [cols, 32 * groups] contiguous: E4M3 codes [cols, 128 * groups], four to a word
+    codes,  # E4M3 [cols, 128 * groups] contiguous
     scales,  # FP32 [cols, groups], stored by columns: strides (1, scales_stride)
-    row_codes,  # E4M3 [T, stored_cols], row stride codes_stride; unused without ROWS
+    row_codes,  # E4M3 [T, stored_cols], row stride row_codes_stride; unused without ROWS
     row_scales,  # FP32 [T, ceil(cols / 128)], stored by columns: strides (1, row_scales_stride); unused without ROWS
     groups,
     cols,
     stored_cols,
     x_stride,
     scales_stride,
-    codes_stride,
+    row_codes_stride,
     row_scales_stride,
     ROWS: tl.constexpr,  # also quantise in 1x128 groups
 ):
     """128x1 groups of one token group and one block of 128 columns."""
-    blocks = tl.cdiv(cols, 128)
-    group = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    first = tl.program_id(0) * 128
+    group = tl.program_id(1).to(tl.int64)
     start = tl.load(starts + group).to(tl.int64)
     size = tl.load(sizes + group)
-    tile = x + start * x_stride + block * 128
-    a = _load_quarter(tile, x_stride, size, cols - block * 128, 0)
-    b = _load_quarter(tile, x_stride, size, cols - block * 128, 1)
-    c = _load_quarter(tile, x_stride, size, cols - block * 128, 2)
-    d = _load_quarter(tile, x_stride, size, cols - block * 128, 3)
-    if ROWS:
-        to = row_codes + start * codes_stride + block * 128
-        scales_to = row_scales + block.to(tl.int64) * row_scales_stride + start
-        _store_quarter_rows(a, to, scales_to, codes_stride, size, stored_cols - block * 128, 0)
-        _store_quarter_rows(b, to, scales_to, codes_stride, size, stored_cols - block * 128, 1)
-        _store_quarter_rows(c, to, scales_to, codes_stride, size, stored_cols - block * 128, 2)
-        _store_quarter_rows(d, to, scales_to, codes_stride, size, stored_cols - block * 128, 3)
-    col = block * 128 + tl.arange(0, 128)
-    scale = group_scale(amax(_largest(a, b, c, d), 0))
-    tl.store(scales + group * scales_stride + col, scale, mask=col < cols)
-    packed = _encode_words(a, b, c, d, scale[None, :, None])
-    to = col.to(tl.int64)[:, None] * (groups * 32) + group * 32 + tl.arange(0, 32)[None, :]
-    tl.store(words + to, packed, mask=(col < cols)[:, None])
-
-
-@triton.jit
-def _store_quarter_weight(code, codes, codes_stride, rows, cols, quarter: tl.constexpr):
-    """codes: E4M3, the tile's first."""
-    row = 4 * tl.arange(0, 32) + quarter
-    col = tl.arange(0, 128)
-    stored = (row < rows)[:, None] & (col < cols)[None, :]
-    tl.store(codes + row.to(tl.int64)[:, None] * codes_stride + col[None, :], code, mask=stored)
-
-
-@triton.jit
-def _store_quarter_transposed(code, codes_t, codes_t_stride, rows, cols, quarter: tl.constexpr):
-    """Byte by byte, for a codes_t [cols, rows] whose rows do not start at a word."""
-    row = 4 * tl.arange(0, 32) + quarter
-    col = tl.arange(0, 128)
-    stored = (row < rows)[:, None] & (col < cols)[None, :]
-    tl.store(codes_t + col.to(tl.int64)[None, :] * codes_t_stride + row[:, None], code, mask=stored)
+    left = cols - first
+    x += start * x_stride + first
+    codes += first.to(tl.int64) * (groups * 128) + group * 128
+    scales += group * scales_stride + first
+    row_codes += start * row_codes_stride + first
+    row_scales += tl.program_id(0).to(tl.int64) * row_scales_stride + start
+    if x.dtype.element_ty == tl.bfloat16:
+        words = whole(load_words, (x, x_stride, size, left))
+        if ROWS:
+            store_word_rows(words, row_codes, row_scales, row_codes_stride, size, stored_cols - first)
+        store_word_tokens(words, codes, scales, groups * 128, left)
+    else:
+        even, odd = halves(whole(_load_part, (x, x_stride, size, left)))
+        if ROWS:
+            row_amax = _nan_maximum(amax(even, 1), amax(odd, 1))
+            store_rows(even, odd, row_amax, row_codes, row_scales, row_codes_stride, size, stored_cols - first, EXACT=True)
+        even_amax, odd_amax = amax(amax(even, 2), 0), amax(amax(odd, 2), 0)
+        store_tokens(even, odd, even_amax, odd_amax, codes, scales, groups * 128, left, EXACT=True)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -244,7 +352,7 @@ def _weight_kernel(
     w,  # BF16 or FP32 [rows, cols], row stride w_stride, unit column stride
     codes,  # E4M3 [stored_rows, cols], row stride cols: stored_rows - rows rows of zeros at the end
     scales,  # FP32 [ceil(stored_rows / 128), ceil(cols / 128)] contiguous
-    codes_t,  # WORDS: INT32 [cols, codes_t_stride], four codes to a word, else E4M3: the transpose of codes
+    codes_t,  # E4M3 [cols, stored_rows], row stride codes_t_stride: the transpose of codes
     scales_t,  # FP32 [ceil(cols / 128), ...], row stride scales_t_stride: the transpose of scales
     rows,
     cols,
@@ -252,42 +360,30 @@ def _weight_kernel(
     w_stride,
     codes_t_stride,
     scales_t_stride,
-    WORDS: tl.constexpr,
 ):
     """One 128x128 block."""
     blocks = tl.cdiv(cols, 128)
     row_block = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    left = rows - row_block * 128
+    first = block.to(tl.int64) * 128
+    rows_left = rows - row_block * 128
     stored_left = stored_rows - row_block * 128
     row_block = row_block.to(tl.int64)
-    tile = w + row_block * 128 * w_stride + block * 128
     cols_left = cols - block * 128
-    a = _load_quarter(tile, w_stride, left, cols_left, 0).to(tl.bfloat16)
-    b = _load_quarter(tile, w_stride, left, cols_left, 1).to(tl.bfloat16)
-    c = _load_quarter(tile, w_stride, left, cols_left, 2).to(tl.bfloat16)
-    d = _load_quarter(tile, w_stride, left, cols_left, 3).to(tl.bfloat16)
-    scale = group_scale(amax(amax(_largest(a, b, c, d), 1), 0))
+    w += row_block * 128 * w_stride + first
+    if w.dtype.element_ty == tl.bfloat16:
+        words = whole(load_words, (w, w_stride, rows_left, cols_left))
+    else:
+        words = to_words(*halves(whole(_load_part, (w, w_stride, rows_left, cols_left))))
+    largest = amax_words(amax_words(amax_words(words, 1), 1), 0)
+    scale = group_scale(_nan_maximum(low_half(largest), high_half(largest)))
     tl.store(scales + row_block * blocks + block, scale)
     tl.store(scales_t + block.to(tl.int64) * scales_t_stride + row_block, scale)
-
-    to = codes + row_block * 128 * cols + block * 128
-    _store_quarter_weight(_encode(a, scale), to, cols, stored_left, cols_left, 0)
-    _store_quarter_weight(_encode(b, scale), to, cols, stored_left, cols_left, 1)
-    _store_quarter_weight(_encode(c, scale), to, cols, stored_left, cols_left, 2)
-    _store_quarter_weight(_encode(d, scale), to, cols, stored_left, cols_left, 3)
-    if WORDS:
-        col = tl.arange(0, 128)
-        word = tl.arange(0, 32)
-        to = codes_t + (block * 128 + col).to(tl.int64)[:, None] * codes_t_stride + row_block * 32 + word[None, :]
-        stored = (col < cols_left)[:, None] & (word < stored_left // 4)[None, :]
-        tl.store(to, _encode_words(a, b, c, d, scale), mask=stored)
-    else:
-        to = codes_t + (block * 128).to(tl.int64) * codes_t_stride + row_block * 128
-        _store_quarter_transposed(_encode(a, scale), to, codes_t_stride, stored_left, cols_left, 0)
-        _store_quarter_transposed(_encode(b, scale), to, codes_t_stride, stored_left, cols_left, 1)
-        _store_quarter_transposed(_encode(c, scale), to, codes_t_stride, stored_left, cols_left, 2)
-        _store_quarter_transposed(_encode(d, scale), to, codes_t_stride, stored_left, cols_left, 3)
+    even, odd = low_half(words), high_half(words)
+    row_scale, column_scale = tl.broadcast_to(scale, (16, 8)), tl.broadcast_to(scale, (64,))
+    _store_row_codes(even, odd, row_scale, codes + row_block * 128 * cols + first, cols, stored_left, cols_left, False)
+    codes_t += first * codes_t_stride + row_block * 128
+    _store_column_codes(even, odd, column_scale, column_scale, codes_t, codes_t_stride, stored_left, cols_left, False)
 
 
 # ---- host functions ---------------------------------------------------------------------------------------------------------
@@ -419,14 +515,14 @@ def quantize_both(x: Tensor, groups: TokenGroups, parts: tuple[int, ...] | None 
 
 def _launch_tokens(x: Tensor, groups: TokenGroups, codes: Tensor, scales: Tensor, rows: Quantized | None = None) -> None:
     cols = x.shape[1]
-    grid = (groups.count * _blocks(cols),)
+    grid = (_blocks(cols), groups.count)
     # Without rows the kernel never touches these arguments.
     row_codes, row_scales = (rows.codes, rows.scales) if rows else (codes, scales)
     _tokens_kernel[grid](
         x,
         groups.starts,
         groups.sizes,
-        codes.view(torch.int32),
+        codes,
         scales,
         row_codes,
         row_scales,
@@ -438,7 +534,8 @@ def _launch_tokens(x: Tensor, groups: TokenGroups, codes: Tensor, scales: Tensor
         row_codes.stride(0),
         row_scales.stride(1),
         ROWS=rows is not None,
-        num_warps=8,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
     )
 
 
@@ -454,22 +551,19 @@ def quantize_weight(w: Tensor, parts: tuple[int, ...] | None = None, out: Weight
     rows = sum(padded_parts(parts))
     if out.codes.shape != (rows, w.shape[1]) or out.codes_t.shape != (w.shape[1], rows):
         raise ValueError(f"out has codes {tuple(out.codes.shape)}, the weight takes {(rows, w.shape[1])}")
-    in_words = rows % 4 == 0
-    codes_t = out.codes_t.view(torch.int32) if in_words else out.codes_t
     for first, size, to, padded in _spans(parts):
         _weight_kernel[(_blocks(padded) * _blocks(w.shape[1]),)](
             w[first : first + size],
             out.codes[to : to + padded],
             out.scales[to // GROUP :],
-            codes_t[:, (to // 4 if in_words else to) :],
+            out.codes_t[:, to:],
             out.scales_t[:, to // GROUP :],
             size,
             w.shape[1],
             padded,
             w.stride(0),
-            codes_t.stride(0),
+            out.codes_t.stride(0),
             out.scales_t.stride(0),
-            WORDS=in_words,
-            num_warps=8,
+            num_warps=_WARPS,
         )
     return out
