@@ -6,7 +6,8 @@
 Causal operations are counted: a query at position t has t + 1 keys; 4 dim operations a pair forward, 10 backward (5 products,
 although the kernels do 7). Decode is bound by memory: keys and values read once, against the bandwidth of a copy, which is
 measured first. Times are the median of CUDA events over repeats; nothing is flushed between them, as all cases but one
-prefill are larger than the L2 cache.
+prefill are larger than the L2 cache. The package's prefill is the kernel of `prefill.py`, which has one form; the variants
+beside it are those of the kernel that serves pages and decode too.
 """
 
 from __future__ import annotations

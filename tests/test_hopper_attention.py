@@ -2,13 +2,22 @@
 
 The interpreter multiplies BF16 wrongly, so numerics proper are proved in tests/gpu. It must be switched on before the
 kernels are imported, so they run in a process of their own: this very file as a script. What runs no kernel does without.
+
+Triton has no interpreter for the kernel of whole sequences, which is written in Gluon. `StandIn` below runs its functions as
+Python, the three parties as threads, with memory that is read as late and written as early as the kernel's barriers allow.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import random
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +137,190 @@ def test_the_work_list() -> None:
     empty = kernel.make_tiles([], [], 4, 4, [], None, 0, "cpu")
     nothing = torch.zeros(0, 4, 16)
     assert kernel.attention(nothing, nothing, nothing, empty, True)[0].shape == (0, 4, 16)
+
+
+def test_the_work_list_of_prefill() -> None:
+    """Each token in one tile, the tiles with most keys first; and the programs that walk the list take each tile once."""
+    from jetrl.kernels.hopper import attention as kernel
+    from jetrl.kernels.hopper import prefill
+
+    new, contexts, key_starts = [20, 0, 1, 50], [20, 7, 90, 300], [0, 20, 27, 117]
+    tiles = kernel.make_tiles(new, contexts, 28, 4, key_starts, None, 0, "cpu")
+    assert tiles.work is not None and tiles.work.dtype == torch.int32
+    records = tiles.work.view(-1, prefill.RECORD.value).tolist()
+    assert records == [  # 18 tokens a tile
+        [57, 14, 286, 117, 300], [39, 18, 268, 117, 300], [21, 18, 250, 117, 300], [20, 1, 89, 27, 90], [18, 2, 18, 0, 20],
+        [0, 18, 0, 0, 20],
+    ]  # fmt: skip
+    assert prefill.work_list([], [], [], 4, 4).numel() == 0
+    paged = kernel.make_tiles([2], [2], 4, 4, None, torch.zeros(1, 1, dtype=torch.int32), 16, "cpu")
+    assert paged.work is None, "paged keys have no use for it"
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all announced bytes have."""
+
+    def __init__(self) -> None:
+        self.phase = self.bytes = self.count = self.missing = 0
+        self.changed = threading.Condition()
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, arrivals: int = 1, announced: int = 0) -> None:
+        with self.changed:
+            self.missing -= arrivals
+            self.bytes += announced
+            assert self.missing >= 0, "more arrivals than the phase has"
+            if not self.missing and not self.bytes:
+                self.phase, self.missing = self.phase ^ 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        if random.random() < 0.1:
+            time.sleep(2e-4)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase != parity, timeout=20), "deadlock"
+
+
+@dataclass
+class Shared:
+    """Shared memory: NaN until it is written."""
+
+    data: Tensor
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.data[i])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def load(self, layout: object) -> Tensor:
+        return self.data.clone()
+
+    def store(self, x: Tensor) -> None:
+        self.data.copy_(x)
+
+
+@dataclass
+class Pointer:
+    memory: Tensor  # flat
+    offset: Any = 0
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + more)
+
+
+@dataclass
+class Descriptor:
+    matrix: Tensor
+    width: int  # of a box of 64 rows
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=2 * 64 * self.width)
+
+    def copy(self, at: list[Any], barrier: Barrier, there: Shared) -> None:
+        row, column = map(int, at)
+        assert 0 <= row < len(self.matrix) and 0 <= column <= self.matrix.shape[1] - self.width
+        box = torch.zeros(64, self.width)
+        real = self.matrix[row : row + 64, column : column + self.width]
+        box[: len(real)] = real
+        there.store(box)
+        barrier.arrive(0, -self.block_type.nbytes)
+
+
+def tensors(operation: Any) -> Any:
+    return lambda *x: operation(*map(torch.as_tensor, x))
+
+
+def load(at: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+    if mask is None:
+        return at.memory[int(at.offset)].long()
+    mask = mask.expand(at.offset.shape)
+    return torch.where(mask, at.memory[torch.where(mask, at.offset, 0)], other)
+
+
+def store(at: Pointer, x: Tensor, mask: Tensor) -> None:
+    mask = mask.expand(x.shape)
+    at.memory[at.offset[mask]] = x[mask]
+
+
+class StandIn:
+    """The language of the kernel, for one program of `programs`."""
+
+    int64, int32, float32, bfloat16 = torch.int64, torch.int32, torch.float32, torch.float32
+    zeros = full = staticmethod(lambda shape, *rest: torch.full(shape, rest[0] if len(rest) == 3 else 0.0))
+    arange = staticmethod(lambda low, high, layout: torch.arange(low, high))
+    where, minimum, maximum = map(staticmethod, map(tensors, (torch.where, torch.minimum, torch.maximum)))
+    exp2, log2, sum, max = map(staticmethod, (torch.exp2, torch.log2, torch.sum, torch.amax))
+    fma = staticmethod(lambda a, b, c: a * b + c)
+    load, store, static_range = staticmethod(load), staticmethod(store), range
+    convert_layout = staticmethod(lambda x, layout: x)
+    SliceLayout = DotOperandLayout = SwizzledSharedLayout = staticmethod(lambda *x: None)
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *x: None)
+
+    def __init__(self, program: int, programs: int) -> None:
+        self.num_programs, self.program_id = lambda axis: programs, lambda axis: program
+        barriers = SimpleNamespace(
+            MBarrierLayout=lambda: "barrier", init=lambda b, count: b.init(count), wait=Barrier.wait, arrive=Barrier.arrive,
+            expect=lambda b, announced: b.arrive(1, announced),
+        )  # fmt: skip
+        copies = SimpleNamespace(async_copy_global_to_shared=Descriptor.copy)
+        # A product is formed when it is waited for: until then its operands in shared memory must stay.
+        self.hopper = SimpleNamespace(
+            mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
+            warpgroup_mma=lambda a, b, c, use_acc=True, is_async=True: lambda: a @ b.data + c,
+            warpgroup_mma_wait=lambda left, products: products[0](),
+        )  # fmt: skip
+
+    def allocate_shared_memory(self, dtype: object, shape: list[int], layout: object) -> Any:
+        if layout == "barrier":
+            barriers = [Barrier() for _ in range(shape[0])]
+            return SimpleNamespace(index=lambda i: barriers[i])
+        return Shared(torch.full(shape, torch.nan))
+
+    def warp_specialize(self, parties: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        with ThreadPoolExecutor(len(parties)) as pool:
+            for work in [pool.submit(function, *arguments) for function, arguments in parties]:
+                work.result()
+
+    def run(self, *arguments: object) -> None:
+        from jetrl.kernels.hopper import prefill
+
+        names = {**vars(prefill), "gl": self, "hopper": self.hopper, "_barrier": lambda: None, "_S": None, "_ROW": None}
+        names |= {"_wide": lambda dim: None, "_out": lambda dim: None}
+        names |= {name: getattr(prefill, name).value for name in ("KEYS", "STAGES", "RECORD")}
+        for name in ("_place", "_record", "_key_tiles", "_copy_step", "_produce", "_rows", "_softmax", "_hide_values",
+                     "_attend", "_consume", "prefill_kernel"):  # fmt: skip
+            names[name] = FunctionType(getattr(prefill, name).fn.__code__, names, name)
+        names["prefill_kernel"](*arguments)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "gap", "programs"), [(4, 4, 0, 3), (9, 3, 2, 2), (7, 1, 70, 1), (16, 1, 0, 4)])
+def test_prefill_as_python(heads: int, kv_heads: int, gap: int, programs: int) -> None:
+    """`gap` rows of NaN behind each sequence; without, the last tiles run over the end of the tensors."""
+    from jetrl.kernels.hopper import prefill
+
+    lengths, dim = [270, 1, 64, 30], 16
+    random.seed(heads)
+    generator = torch.Generator().manual_seed(heads)
+    q, k, v = (torch.randn(sum(lengths), n, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
+    parts = [plain(*x) for x in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+    nothing = torch.full((gap, kv_heads, dim), torch.nan)
+    keys, values = (torch.cat([y for rows in x.split(lengths) for y in (rows, nothing)]) for x in (k, v))
+    first = [start + gap * s for s, start in enumerate(starts(lengths))]
+    work = prefill.work_list(lengths, lengths, first, heads, kv_heads)
+    last = work.numel() // prefill.RECORD.value * kv_heads - 1
+    out, lse = torch.full((q.numel(),), torch.nan), torch.full((heads * len(q),), torch.nan)
+    boxes = [Descriptor(x.view(len(x), -1), dim) for x in (keys, values)]
+    for program in range(programs):
+        StandIn(program, programs).run(
+            Pointer(q.flatten()), *boxes, Pointer(out), Pointer(lse), Pointer(work), last, len(q),
+            math.log2(math.e) / math.sqrt(dim), kv_heads, heads // kv_heads, dim,
+        )  # fmt: skip
+    close(out.view(q.shape), torch.cat([part for part, _ in parts]))
+    close(lse.view(heads, -1), torch.cat([part for _, part in parts], 1))
 
 
 def run_gradients() -> None:

@@ -17,8 +17,9 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from jetrl.kernels.hopper import attention, gemm  # noqa: E402
+from jetrl.kernels.hopper import attention, gemm, grad_weight, prefill  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 POINTERS = {
@@ -26,7 +27,7 @@ POINTERS = {
     "token_ptr": "*i32", "query_start_ptr": "*i32", "query_length_ptr": "*i32", "context_ptr": "*i32", "key_start_ptr": "*i64",
     "table_ptr": "*i32", "tokens": "i32", "table_stride": "i32", "c": "fp32", "scale": "fp32", "dout_ptr": "*bf16",
     "delta_ptr": "*fp32", "lse2_ptr": "*fp32", "dk_ptr": "*bf16", "dv_ptr": "*bf16", "dq_ptr": "*bf16",
-    "key_sequence_ptr": "*i32", "key_token_ptr": "*i32",
+    "key_sequence_ptr": "*i32", "key_token_ptr": "*i32", "work_ptr": "*i32", "last": "i32", "all_tokens": "i32",
 }  # fmt: skip
 HEADS = {"8B": (8, 4, 128), "Qwen2.5-7B": (4, 7, 128), "SmolLM2": (3, 3, 64)}  # key heads, query heads a key head, dimension
 
@@ -71,6 +72,31 @@ def test_attention_uses_wgmma_in_every_phase(heads: str, block_size: int, tmp_pa
     assert spilled_bytes(ptx, tmp_path) == 0
 
 
+@pytest.mark.parametrize(("heads", "want_lse"), [("8B", True), ("SmolLM2", False)])
+def test_prefill_uses_wgmma_and_forms_the_softmax_meanwhile(heads: str, want_lse: bool, tmp_path: Path) -> None:
+    kv_heads, group, dim = HEADS[heads]
+    fixed: dict[str, Any] = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim} | ({} if want_lse else {"lse_ptr": None})
+    names = prefill.prefill_kernel.arg_names
+    box = f"tensordesc<bf16[64, {dim}],{prefill._box(dim)!r}>"
+    types = {**POINTERS, "k_desc": box, "v_desc": box}
+    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
+    source = GluonASTSource(prefill.prefill_kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    require_wgmma(ptx)
+    assert prefill.KEYS.value == attention.KEYS
+    # Two warpgroups with a first and a steady step each: s is made of the products that decode and chunks use.
+    assert len(re.findall(r"m64n64k16.*bf16", ptx)) >= 2 * 2 * dim // 16
+    assert spilled_bytes(ptx, tmp_path) == 0
+    cubin = tmp_path / "kernel.cubin"
+    subprocess.run([PTXAS, "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", cubin], check=True)
+    code = subprocess.run([PTXAS.with_name("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
+    # Between the wait for s and the wait for o lies a row's softmax: 32 p and 2 factors a thread.
+    meanwhile = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", code, re.S)
+    assert [part.count("MUFU.EX2") for part in meanwhile] == [34, 34]
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_gradients_of_attention_use_wgmma(heads: str) -> None:
     kv_heads, group, dim = HEADS[heads]
@@ -92,7 +118,7 @@ def test_products_use_wgmma(kind: str, rows: int, tmp_path: Path) -> None:
     operand = "*bf16" if kind in ("bf16", "fp32 out") else "*fp8e4nv"
     types = sizes | dict.fromkeys(("x", "w", "a", "b"), operand) | {"y": "*fp32" if kind == "fp32 out" else "*bf16"}
     types |= dict.fromkeys(("x_scales", "w_scales", "a_scales", "b_scales", "accumulator"), "*fp32")
-    kernel = {"fp8": gemm._fp8_kernel, "accumulate": gemm._fp8_accumulate_kernel}.get(kind, gemm._bf16_kernel)
+    kernel = {"fp8": gemm._fp8_kernel, "accumulate": grad_weight._accumulate_kernel}.get(kind, gemm._bf16_kernel)
     if kind == "accumulate" and rows == 64:
         pytest.skip("weight gradients have tiles of 128 rows only")
     fixed = {} if kind == "accumulate" else {"ROWS": rows}

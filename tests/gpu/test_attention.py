@@ -15,6 +15,10 @@ kernel = pytest.importorskip("jetrl.kernels.hopper.attention", exc_type=ImportEr
 SHAPES = [(4, 4, 64), (9, 3, 64), (28, 4, 128), (32, 8, 128)]  # heads, key heads, head dim
 LENGTHS = [1, 63, 64, 65, 200]
 LONG = [4200, 65, 1, 700]
+# For the comparison of the two kernels, with groups of 1, 3, 4, 5, 7 and 16 and every head dim; and lengths around tiles of
+# queries and keys, tensors shorter than a tile among them.
+PAIRED = [(32, 8, 128), (28, 4, 128), (9, 3, 64), (10, 2, 32), (16, 1, 16), (4, 4, 64)]
+EDGES = [[1, 63, 64, 65, 127, 128, 129, 4097], [2], [3, 1], [5, 0, 1], [64], [128, 128]]
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -123,6 +127,80 @@ def test_prefill_chunks_and_decode_have_the_bits_of_training(shape: tuple[int, i
     assert torch.equal(kernel.attention(q[:701], keys, values, tiles, False)[0], trained[:701])
 
 
+def spread(x: Tensor, lengths: list[int], gap: int) -> Tensor:
+    """The sequences' rows with `gap` rows of NaN behind each."""
+    nothing = torch.full((gap, *x.shape[1:]), torch.nan, device="cuda").bfloat16()
+    return torch.cat([part for rows in x.split(lengths) for part in (rows, nothing)])
+
+
+@pytest.mark.parametrize("shape", PAIRED)
+def test_prefill_has_the_bits_of_the_other_kernel(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies behind a sequence: NaN, its neighbour, or nothing, where the tensor ends in the middle of a tile."""
+    heads, kv_heads, _ = shape
+    for lengths in EDGES:
+        q, k, v = operands(sum(lengths), *shape)
+        right = kernel.forward(q, k, v, packed(lengths, shape), True, kernel.PREFILL, True)
+        assert right[1] is not None and not right[0].isnan().any()
+        for gap in (0, 1, 100):
+            keys, values = (spread(x, lengths, gap) for x in (k, v))
+            first = [start + gap * s for s, start in enumerate(starts(lengths))]
+            tiles = kernel.make_tiles(lengths, lengths, heads, kv_heads, first, None, 0, "cuda")
+            for run in range(3):
+                with monkeypatch.context() as only_prefill:
+                    only_prefill.setattr(kernel, "_forward_kernel", None)
+                    out, lse = kernel.attention(q, keys, values, tiles, True)
+                assert lse is not None
+                assert torch.equal(out, right[0]) and torch.equal(lse, right[1]), (lengths, gap, run)
+
+
+def test_prefill_after_older_packed_keys_has_the_bits_of_the_other_kernel() -> None:
+    heads, kv_heads, _ = shape = SHAPES[3]
+    new, contexts = [3, 100, 1, 40, 0], [70, 100, 300, 4000, 9]
+    _, k, v = operands(sum(contexts), *shape)
+    q = noise(sum(new), heads, shape[2], seed=9)
+    tiles = kernel.make_tiles(new, contexts, heads, kv_heads, starts(contexts), None, 0, "cuda")
+    right = kernel.forward(q, k, v, tiles, True, kernel.PREFILL, True)
+    for a, b in zip(kernel.attention(q, k, v, tiles, True), right, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(kernel.attention(q, k, v, tiles, False)[0], right[0])
+    between = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view_as(q).copy_(q)
+    assert torch.equal(kernel.attention(between, k, v, tiles, False)[0], right[0]), "not at a multiple of 16 bytes"
+
+
+def test_prefill_of_32768_tokens() -> None:
+    """All rows have the bits of the other kernel; some are compared with float64."""
+    heads, kv_heads, dim = shape = SHAPES[3]
+    tokens = 1 << 15
+    q, k, v = operands(tokens, *shape)
+    tiles = packed([tokens], shape)
+    out, lse = kernel.attention(q, k, v, tiles, True)
+    right, right_lse = kernel.forward(q, k, v, tiles, True, kernel.PREFILL, True)
+    assert lse is not None and right_lse is not None
+    assert torch.equal(out, right) and torch.equal(lse, right_lse)
+    for row in (0, 1, 31, 32, 63, 64, 4095, 4096, 16383, 20000, 32703, 32704, 32767):
+        mine = q[row].double().view(kv_heads, heads // kv_heads, dim)
+        scores = torch.einsum("hgd,nhd->hgn", mine, k[: row + 1].double()) / math.sqrt(dim)
+        wanted = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v[: row + 1].double()).view(heads, dim)
+        assert error(out[row], wanted) < 5e-3, row
+        torch.testing.assert_close(lse[:, row].double(), scores.logsumexp(-1).view(-1), rtol=1e-4, atol=1e-3)
+
+
+def test_prefill_in_a_cuda_graph_reads_its_operands_anew() -> None:
+    shape = SHAPES[3]
+    operand = operands(sum(LENGTHS), *shape)
+    tiles = packed(LENGTHS, shape)
+    kernel.attention(*operand, tiles, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen = kernel.attention(*operand, tiles, True)
+    for x in operand:
+        x.copy_(x.flip(0))
+    graph.replay()
+    for a, b in zip(seen, kernel.forward(*operand, tiles, True, kernel.PREFILL, True), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_branch_around_the_mask_and_the_stages_change_no_bit() -> None:
     shape = SHAPES[2]
     q, k, v = operands(sum(LONG), *shape)
@@ -196,7 +274,12 @@ def test_packed_rows_of_more_than_2_to_31_elements() -> None:
         return big
 
     big_q, big_dout, big_k, big_v = moved(q, far_query), moved(dout, far_query), moved(k, far), moved(v, far)
-    there = replace(tiles, query_start=tiles.query_start + far_query, key_start=tiles.key_start + far)
+    assert tiles.work is not None
+    far_work = (tiles.work.view(-1, 5) + tiles.work.new_tensor([far_query, 0, 0, far, 0])).flatten()
+    there = replace(tiles, query_start=tiles.query_start + far_query, key_start=tiles.key_start + far, work=far_work)
+    by_hand = kernel.forward(big_q, big_k, big_v, there, True, kernel.PREFILL, True)
+    assert torch.equal(by_hand[0][far_query:], out) and torch.equal(by_hand[1][:, far_query:], lse)
+    del by_hand
     big_out, big_lse = kernel.attention(big_q, big_k, big_v, there, True)
     assert torch.equal(big_out[far_query:], out)
     assert torch.equal(big_lse[:, far_query:], lse)

@@ -1,4 +1,4 @@
-"""Causal attention with grouped queries on Hopper: one kernel for training, prefill, chunked prefill and decode.
+"""Causal attention with grouped queries on Hopper: one set of bits for training, prefill, chunked prefill and decode.
 
 Problem: the sampler decodes one token at a time out of a paged cache, the trainer sees whole packed sequences. If the two
 sum over keys in another order, or multiply with another instruction, their log-probabilities differ.
@@ -25,13 +25,18 @@ Why a row's bits are the same everywhere:
   more rows in the tile, changes no bit;
 - multiply-add is fused where the code says `tl.fma` and nowhere else (`enable_fp_fusion=False`).
 
-Keys are addressed as packed rows (key_start + position) or through a block table; only the address differs.
+Two kernels compute this, with the same bits. `_forward_kernel`, here, takes every case: keys are addressed as packed rows
+(key_start + position) or through a block table, and only the address differs. `prefill` (jetrl/kernels/hopper/prefill.py)
+takes packed keys alone and is faster there: the copies, products and softmax of different warps overlap. So training and
+whole packed sequences on a GPU go through it, for all heads; paged keys (so chunked prefill), decode and the interpreter have
+`_forward_kernel`. Both keep to the list above, and tests/gpu/test_attention.py compares them.
 
 Backward, packed only and deterministic (no atomics): delta = rowsum(dout * out), then one kernel that owns a tile of keys
 and walks the queries (dk, dv), and one that owns a tile of queries and walks the keys (dq).
 
 Given up: the backward forms s and dp twice, 7 products where 5 would do with atomics. A NaN in a value reaches earlier
-tokens of its own sequence that share its tile, since 0 * NaN is NaN. Head dims other than 16, 32, 64 and 128.
+tokens of its own sequence that share its tile (in `prefill` its 64 keys), since 0 * NaN is NaN. Head dims other than 16, 32,
+64 and 128.
 """
 
 from __future__ import annotations
@@ -45,6 +50,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from jetrl.kernels.hopper.prefill import prefill, work_list
 
 KEYS = 64  # keys a tile of the forward: part of the numerics, the same in every variant
 MAX_GROUP = 16
@@ -78,6 +85,7 @@ class Tiles:
     query_length: Tensor  # int32 [S], new tokens; 0 pads a captured graph: such a sequence reads and writes nothing
     context: Tensor  # int32 [S], keys that the sequence ends with, new ones included
     key_start: Tensor | None = None  # int64 [S], flat row of the sequence's first key; packed keys
+    work: Tensor | None = None  # int32 [N' * 5], the same sequences for `prefill`, see its work_list; packed keys
     table: Tensor | None = None  # int32 [S, most blocks], block of the cache for each block of the sequence; paged keys
     block_size: int = 0  # keys a block; 0 for packed keys
     rows: int = 64  # 64 or 128 query rows a tile
@@ -87,8 +95,8 @@ class Tiles:
     key_tile: int = 0  # keys a tile of the backward
 
 
-# The fields of Tiles that `make_tiles` copies to the device, in that order; the last three for packed keys only.
-_COPIED = ("sequence", "token", "query_start", "query_length", "context", "key_start", "key_sequence", "key_token")
+# The fields of Tiles that `make_tiles` copies to the device, in that order; the last four for packed keys only.
+_COPIED = ("sequence", "token", "query_start", "query_length", "context", "key_start", "work", "key_sequence", "key_token")
 
 
 # ------------------------------------------------------------------------------------------------ device functions
@@ -156,7 +164,7 @@ def _forward_kernel(
     SKIP: tl.constexpr,  # branch around the mask where every row sees the whole tile of keys
     WANT_LSE: tl.constexpr,
 ):
-    """One tile of query rows of one key head."""
+    """One tile of query rows of one key head, in any phase. `prefill` is a second kernel, for speed, with the same bits."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     STRIDE: tl.constexpr = KV_HEADS * DIM
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -401,8 +409,8 @@ def make_tiles(
     row of each sequence's first key in `key_starts`, or paged, with `table` int32 [S, most blocks] on the device and
     `block_size`. If no sequence has more than one new token, tiles have 64 rows and each sequence has exactly one, also
     where it has no token; else `rows` (64 or 128). Sequences with most keys come first, and within a sequence the tiles with
-    most keys: a sequence's tiles stay together, so that they find its keys in the cache. Raises ValueError for lengths,
-    heads or addresses that do not fit together.
+    most keys: a sequence's tiles stay together, so that they find its keys in the cache. For packed keys `prefill` gets a list
+    of its own, with tiles of its own size. Raises ValueError for lengths, heads or addresses that do not fit together.
     """
     _check_lengths(query_lengths, context_lengths)
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:
@@ -425,6 +433,7 @@ def make_tiles(
     parts = [torch.tensor(x, dtype=torch.int32) for x in (sequence, token, starts, query_lengths, context_lengths)]
     if key_starts is not None:
         parts.append(torch.tensor(key_starts, dtype=torch.int64))
+        parts.append(work_list(query_lengths, context_lengths, key_starts, heads, kv_heads))
         if query_lengths == context_lengths:
             parts += [torch.tensor(x, dtype=torch.int32) for x in _tile_list(context_lengths, order, key_tile)]
     there = _to_device(parts, device)
@@ -460,7 +469,10 @@ def _check_operands(q: Tensor, keys: Tensor, values: Tensor) -> None:
 def forward(
     q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, want_lse: bool, launch: Launch, skip: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`attention` with its launch given: `launch.rows` must be the tiles', `skip` branches around the mask of visible tiles."""
+    """`attention` by `_forward_kernel`, with its launch given.
+
+    `launch.rows` must be the tiles', `skip` branches around the mask of visible tiles.
+    """
     _check_operands(q, keys, values)
     if (launch.rows, launch.warps) not in ((64, 4), (128, 4), (128, 8)) or launch.rows != tiles.rows:
         raise ValueError(f"{launch} for tiles of {tiles.rows} rows: a row must stay in one warp, so 16 or 32 rows a warp")
@@ -491,10 +503,14 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, want_lse: b
     """Causal attention. q: BF16 [T, heads, dim]; keys, values: BF16 [R, kv_heads, dim]; all contiguous.
 
     Returns out, BF16 like q, and lse, FP32 [heads, T] natural log, or None. Rows of q that belong to no sequence of `tiles`
-    are left unset. Raises ValueError for shapes, dtypes or head dims that the kernel does not take.
+    are left unset. Raises ValueError for shapes, dtypes or head dims that the kernels do not take. On a GPU packed keys go
+    through `prefill`, whatever the heads, unless a tensor starts between multiples of 16 bytes; the bits are the same.
     """
     if tiles.decode:  # bound by memory: the mask is free, and one loop keeps the pipeline full to the last tile
         return forward(q, keys, values, tiles, want_lse, DECODE, skip=False)
+    if q.is_cuda and tiles.work is not None and all(x.data_ptr() % 16 == 0 for x in (q, keys, values)):
+        _check_operands(q, keys, values)
+        return prefill(q, keys, values, tiles.work, want_lse)
     return forward(q, keys, values, tiles, want_lse, _for_rows(PREFILL, tiles.rows), skip=True)
 
 
