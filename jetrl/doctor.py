@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import platform
 import shutil
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +22,8 @@ _PACKAGES = [
     "safetensors",
     "triton",
     "sgl-deep-gemm",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
     "math-verify",
     "reasoning-gym",
@@ -94,15 +98,57 @@ def _on_a_gpu() -> list[tuple[str, str]]:
     others = "" if own else f"; it wants {backend.wants}: else Triton"
     bf16 = backend.name if deep else gemm.TritonGemm.name
     return [
-        ("FP8 linear, all three products", f"{backend.name} (JETRL_GEMM chooses){others}"),
+        ("FP8 linear, forward and grad_input", f"{backend.name} (JETRL_GEMM chooses){others}"),
         *([("DeepGEMM's compiled kernels", _deep_gemm())] if deep else []),
+        ("FP8 linear, grad_weight", _grad_weight()),
         ("BF16 linear forward", f"{bf16}, rows independent of the batch"),
-        ("attention", "one Triton kernel for training, prefill and decode"),
-        ("attention, backward", "Triton, without atomics: the same bits in each run"),
+        ("attention", "two Triton kernels, for packed sequences and for paged keys, with the same bits"),
+        *_attention_grad(),
         ("norms, rotary, SiLU-mul, quantiser", "Triton, fused with each other"),
         ("lm_head", f"BF16 product with FP32 logits: {bf16}; log-probabilities in Triton"),
         ("sampling", "Triton, integer inversion with a counter-based generator a sample"),
     ]
+
+
+def _grad_weight() -> str:
+    """Which kernel makes the weight gradients."""
+    from jetrl.kernels.hopper import grad_weight
+
+    try:
+        name = grad_weight.kernel_name()
+    except ValueError as error:
+        return str(error)
+    kernel = "a CUDA kernel, compiled by NVRTC" if name == "cuda" else "Triton; cuda-bindings would bring a faster kernel"
+    return f"{kernel} (JETRL_GRAD_WEIGHT chooses)"
+
+
+def _attention_grad() -> list[tuple[str, str]]:
+    """Whose kernels make attention's gradients, and where FlashAttention keeps what it compiles."""
+    from jetrl.kernels.hopper import flash
+
+    try:
+        why_not = flash.missing()
+    except ValueError as error:
+        return [("attention, backward", f"cannot run: {error}")]
+    if why_not:
+        return [("attention, backward", f"Triton, without atomics: the same bits in each run; {why_not}")]
+    dims = " and ".join(map(str, flash.DIMS))
+    return [
+        (
+            "attention, backward",
+            "FlashAttention 4 (JETRL_ATTENTION_GRAD chooses), additions in order: the same bits in each run; "
+            f"it is used for head dimensions {dims}: else Triton",
+        ),
+        ("FlashAttention's compiled kernels", _flash()),
+    ]
+
+
+def _flash() -> str:
+    """The library reads both variables when it is imported; without the first it keeps nothing."""
+    if os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") != "1":
+        return "compiled anew by each process; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them"
+    default = Path(tempfile.gettempdir()) / getpass.getuser() / "flash_attention_cute_dsl_cache"
+    return f"{os.environ.get('FLASH_ATTENTION_CUTE_DSL_CACHE_DIR') or default} (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR)"
 
 
 def _deep_gemm() -> str:

@@ -34,21 +34,25 @@ def gpu_rows(monkeypatch: pytest.MonkeyPatch) -> GpuRows:
     """What a Hopper GPU would be told, with these environment variables."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    from jetrl.kernels.hopper import gemm
+    from jetrl.kernels.hopper import flash, gemm
 
     def rows(**variables: str) -> dict[str, str]:
-        for name in ("JETRL_GEMM", "DG_JIT_CACHE_DIR", "CUDA_HOME", "CUDA_PATH"):
+        kept = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "DG_JIT_CACHE_DIR")
+        for name in ("JETRL_GEMM", "JETRL_ATTENTION_GRAD", "CUDA_HOME", "CUDA_PATH", *kept):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         gemm.preferred.cache_clear()
+        flash._library.cache_clear()
         return dict(doctor.where_things_run())
 
     monkeypatch.setattr(doctor, "missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(gemm.DeepGemm, "__init__", lambda self: None)
+    monkeypatch.setattr(flash, "_load", lambda: "flash-attn-4 is not installed")
     yield rows  # type: ignore[misc]
     gemm.preferred.cache_clear()
+    flash._library.cache_clear()
 
 
 def test_on_a_hopper_gpu_with_deep_gemm(gpu_rows: GpuRows, tmp_path: Path) -> None:
@@ -57,7 +61,7 @@ def test_on_a_hopper_gpu_with_deep_gemm(gpu_rows: GpuRows, tmp_path: Path) -> No
     nvcc.touch(0o755)
     rows = gpu_rows(JETRL_GEMM="deep_gemm", CUDA_HOME=str(tmp_path), DG_JIT_CACHE_DIR="kept")
     assert rows["device"] == "cuda: NVIDIA H200"
-    assert rows["FP8 linear, all three products"].startswith("DeepGEMM (JETRL_GEMM chooses); it wants N and K multiples of 16")
+    assert rows["FP8 linear, forward and grad_input"].startswith("DeepGEMM (JETRL_GEMM chooses); it wants N and K multiples of 16")
     assert rows["DeepGEMM's compiled kernels"] == f"kept (DG_JIT_CACHE_DIR), compiler {nvcc}"
     assert "DeepGEMM" in rows["BF16 linear forward"] and "DeepGEMM" in rows["lm_head"]
     assert "float64" not in str(rows)
@@ -72,9 +76,29 @@ def test_deep_gemm_without_a_compiler(gpu_rows: GpuRows, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("chosen", "name"), [("scaled_mm", "torch._scaled_mm"), ("triton", "Triton")])
 def test_other_backends_have_no_compiler_to_look_for(gpu_rows: GpuRows, chosen: str, name: str) -> None:
     rows = gpu_rows(JETRL_GEMM=chosen)
-    assert rows["FP8 linear, all three products"].startswith(name) and "DeepGEMM's compiled kernels" not in rows
+    assert rows["FP8 linear, forward and grad_input"].startswith(name) and "DeepGEMM's compiled kernels" not in rows
     assert rows["BF16 linear forward"].startswith("Triton") and "Triton" in rows["lm_head"]
 
 
 def test_a_backend_that_cannot_be_had_is_said(gpu_rows: GpuRows) -> None:
     assert gpu_rows(JETRL_GEMM="cutlass")["matrix products"].startswith("cannot run: JETRL_GEMM is 'cutlass'; wanted one of")
+
+
+def test_who_makes_attentions_gradients(gpu_rows: GpuRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, compiled = "attention, backward", "FlashAttention's compiled kernels"
+    rows = gpu_rows(JETRL_GEMM="triton")
+    assert rows[name].startswith("Triton, without atomics") and "flash-attn-4 is not installed" in rows[name]
+    assert compiled not in rows
+    for chosen, why in (("flash", "is flash, but"), ("cudnn", "is 'cudnn'; wanted one of")):
+        rows = gpu_rows(JETRL_GEMM="triton", JETRL_ATTENTION_GRAD=chosen)
+        assert rows[name].startswith(f"cannot run: JETRL_ATTENTION_GRAD {why}")
+
+    monkeypatch.setattr("jetrl.kernels.hopper.flash._load", lambda: print)
+    rows = gpu_rows(JETRL_GEMM="triton")
+    assert rows[name].startswith("FlashAttention 4 (JETRL_ATTENTION_GRAD chooses)") and "64 and 128: else Triton" in rows[name]
+    assert rows[compiled].startswith("compiled anew by each process")
+    keeping = {"JETRL_GEMM": "triton", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+    assert "flash_attention_cute_dsl_cache (" in gpu_rows(**keeping)[compiled]
+    rows = gpu_rows(**keeping, FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="kept")
+    assert rows[compiled] == "kept (FLASH_ATTENTION_CUTE_DSL_CACHE_DIR)"
+    assert gpu_rows(JETRL_GEMM="triton", JETRL_ATTENTION_GRAD="triton")[name].endswith("JETRL_ATTENTION_GRAD is triton")

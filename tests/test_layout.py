@@ -38,10 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loop": {"config", "flow", "report", "rl", "tasks"},  # rollout and train: through protocols only
     "cluster": {"config", "flow", "kernels", "loop", "model", "rl", "rollout", "train"},
 }
-ONLY_IN = {"ray": "cluster", "triton": "kernels", "deep_gemm": "kernels"}
-GPU_PACKAGES = {"triton", "deep_gemm"}
+GPU_PACKAGES = {"triton", "deep_gemm", "flash_attn", "cuda"}
+ONLY_IN = {"ray": "cluster"} | dict.fromkeys(GPU_PACKAGES, "kernels")
 GPU_MODULES = ("jetrl.kernels.hopper", "jetrl.bench.baseline")  # need triton to be imported; who needs them imports them late
-THIRD_PARTY = {"kernels": {"torch", "triton", "deep_gemm"}}
+THIRD_PARTY = {"kernels": {"torch"} | GPU_PACKAGES}
 TORCH_FREE = {"config", "flow", "report"}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 FORBIDDEN_BUILTINS = {"eval", "exec", "__import__"}
@@ -102,7 +102,14 @@ def read_package() -> Sources:
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         sources[name] = parse(name, path.read_text(encoding="utf-8"), is_package)
+    for path in (ROOT / "jetrl").rglob("*.cu"):
+        name = ".".join(path.relative_to(ROOT).parts)
+        sources[name] = Source(name, False, cuda_lines(path.read_text(encoding="utf-8")), ast.parse(""))
     return sources
+
+
+def cuda_lines(text: str) -> int:
+    return sum(bool(line.strip()) and not line.strip().startswith("//") for line in text.splitlines())
 
 
 def module_level(node: ast.AST) -> Iterator[ast.AST]:

@@ -1,7 +1,7 @@
 """Our attention: prefill and backward against cuDNN, decode from a paged cache against the memory.
 
-Operations are causal: a query at position t has t + 1 keys; 4 dim a pair forward, 10 backward (5 products, although our
-deterministic backward does 7). cuDNN's backward is not deterministic. Decode counts keys and values, read once.
+Operations are causal: a query at position t has t + 1 keys; 4 dim a pair forward, 10 backward (5 products; where
+FlashAttention 4 is not installed, ours do 7). cuDNN's backward is not deterministic. Decode counts keys and values, read once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from jetrl.bench.shapes import visible_pairs
 from jetrl.bench.table import Row, Table, at_least
 from jetrl.bench.timing import Call, Ceilings, measure, noise, rotation
+from jetrl.kernels.attention import Sequences
 from jetrl.model.config import ModelConfig
+from jetrl.model.context import PackedContext
 
 DECODE = ((256, 768), (64, 4096), (16, 8192))
 BLOCK = 64
@@ -68,25 +70,20 @@ def decode_row(config: ModelConfig, case: tuple[int, int], time: float, ceilings
 
 def _packed_sides(config: ModelConfig, lengths: list[int]) -> tuple[dict[str, list[Call]], dict[str, list[Call]]]:
     """Forward and backward, ours and cuDNN's."""
-    from jetrl.bench.baseline import cudnn_attention, cudnn_attention_grad
-    from jetrl.kernels.hopper import attention as kernel
+    from jetrl.bench.baseline import FastFp8Ops
+    from jetrl.kernels.hopper.ops import HopperOps
 
     tokens, heads, kv_heads, dim = sum(lengths), config.num_heads, config.num_kv_heads, config.head_dim
     q, dout = noise(tokens, heads, dim), noise(tokens, heads, dim)
     k, v = noise(tokens, kv_heads, dim), noise(tokens, kv_heads, dim)
-    starts = [sum(lengths[:s]) for s in range(len(lengths))]
-    tiles = kernel.make_tiles(lengths, lengths, heads, kv_heads, starts, None, 0, q.device)
-    out, lse = kernel.attention(q, k, v, tiles, True)
-    assert lse is not None
-    their_out, their_lse = cudnn_attention(q, k, v, len(lengths))
-    forward: dict[str, list[Call]] = {
-        "ours": [partial(kernel.attention, q, k, v, tiles, True)],
-        "cudnn": [partial(cudnn_attention, q, k, v, len(lengths))],
-    }
-    backward: dict[str, list[Call]] = {
-        "ours": [partial(kernel.attention_grad, dout, q, k, v, out, lse, tiles)],
-        "cudnn": [partial(cudnn_attention_grad, dout, q, k, v, their_out, their_lse, len(lengths))],
-    }
+    layout = PackedContext.of(lengths, q.device).layout
+    assert isinstance(layout, Sequences)
+    forward: dict[str, list[Call]] = {}
+    backward: dict[str, list[Call]] = {}
+    for side, ops in (("ours", HopperOps(q.device)), ("cudnn", FastFp8Ops(q.device))):
+        out, lse = ops.attention(q, k, v, layout, True)
+        forward[side] = [partial(ops.attention, q, k, v, layout, True)]
+        backward[side] = [partial(ops.attention_grad, dout, q, k, v, out, lse, layout)]
     return forward, backward
 
 

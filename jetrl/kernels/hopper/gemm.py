@@ -2,7 +2,6 @@
 
     forward        x  [M, K] 1x128    W   [N, K] 128x128      y  [M, N] BF16
     grad_input     dy [M, N] 1x128    W^T [K, N] 128x128      dx [M, K] BF16
-    grad_weight    dy^T [N, T] 1x128  x^T [K, T] 1x128        dW [N, K] FP32, added to the accumulator
     bf16           x  [M, K] BF16     W   [N, K] BF16         y  [M, N] BF16 or FP32
 
 Problem: the row of a product must be the same bits for 1 row and for 8,192. Libraries choose their split of K by M.
@@ -13,11 +12,11 @@ blocks in order, and promotes each 128-wide FP8 block to FP32 with both scales:
     acc = fma(dot(x_codes[m, b], w_codes[n, b]), x_scale[m, b] * w_scale[n, b], acc)
 
     DeepGemm     the fastest, where sgl-deep-gemm is installed and TMA can address the rows: N and K multiples of 16
-    ScaledMm     torch's block-scaled product (cuBLAS), for shapes whose rows pass a trial; weight gradients pay an extra pass
+    ScaledMm     torch's block-scaled product (cuBLAS), for shapes whose rows pass a trial
     TritonGemm   everything else, any size; and BF16 where there is no DeepGEMM
 
-FP8 forward and grad_input are the same bits in all three. Weight gradients agree to FP32 rounding, and so do BF16 products;
-within one backend each is deterministic and its rows are independent.
+FP8 products are the same bits in all three. BF16 products agree to rounding; within one backend each is deterministic and its
+rows are independent. Weight gradients, whose sum runs over tokens, are hopper/grad_weight.py's.
 
 Layout: operands are `Quantized` as hopper/quant.py makes them. Given up: FP8 speed in TritonGemm (about half of DeepGEMM).
 """
@@ -40,6 +39,7 @@ from jetrl.kernels.quant import E4M3, Quantized
 log = logging.getLogger("jetrl")
 
 _VARIABLE = "JETRL_GEMM"
+_MANY_ROWS = 4096  # from here on DeepGEMM's kernels are compiled for N and K
 
 
 class Backend(Protocol):
@@ -56,17 +56,17 @@ class Backend(Protocol):
         """x [M, K] in 1x128, w [N, K] codes in 128x128: BF16 [M, N]."""
         ...
 
-    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
-        """accumulator [N, K] FP32 += a b^T; a [N, T] and b [K, T] in 1x128, T a multiple of 128."""
-        ...
-
     def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         """x [M, K], w [N, K], BF16: BF16 or FP32 [M, N], rows independent of M."""
         ...
 
 
 class DeepGemm:
-    """Kernels are compiled for each tile shape at first use and kept in DG_JIT_CACHE_DIR."""
+    """Kernels are compiled for each tile shape at first use and kept in DG_JIT_CACHE_DIR; for many rows, for N and K too.
+
+    Sizes known to the compiler change no bit (tested), save 1 to 10% of the time, and cost a compilation for each shape of a
+    layer: worth it in training, where a microbatch has thousands of rows.
+    """
 
     name = "DeepGEMM"
     wants = "N and K multiples of 16"
@@ -81,18 +81,11 @@ class DeepGemm:
 
     def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
         y = torch.empty(x.codes.shape[0], w.shape[0], dtype=torch.bfloat16, device=w.device)
-        self._library.fp8_gemm_nt((x.codes, x.scales), (w, w_scales), y, recipe=(1, 128, 128), disable_ue8m0_cast=True)
-        return y
-
-    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
+        known = "nk" if y.shape[0] >= _MANY_ROWS else ""
         self._library.fp8_gemm_nt(
-            (a.codes, a.scales),
-            (b.codes, b.scales),
-            accumulator,
-            c=accumulator,
-            recipe=(1, 1, 128),
-            disable_ue8m0_cast=True,
+            (x.codes, x.scales), (w, w_scales), y, recipe=(1, 128, 128), compiled_dims=known, disable_ue8m0_cast=True
         )
+        return y
 
     def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         y = torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=w.device)
@@ -119,14 +112,6 @@ class TritonGemm:
             ROWS=rows, num_warps=4 if rows == 64 else 8, num_stages=3,
         )  # fmt: skip
         return y
-
-    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
-        n, k, t = a.codes.shape[0], *b.codes.shape
-        grid = (triton.cdiv(n, 128) * triton.cdiv(k, 128),)
-        _fp8_accumulate_kernel[grid](
-            a.codes, a.scales, b.codes, b.scales, accumulator, n, k, t, a.scales.stride(1), b.scales.stride(1),
-            num_warps=8, num_stages=3,
-        )  # fmt: skip
 
     def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         m, n, k = x.shape[0], *w.shape
@@ -172,11 +157,6 @@ class ScaledMm:
         x = _padded_rows(x, 16)
         y = torch._scaled_mm(x.codes, w.t(), scale_a=x.scales, scale_b=w_scales.t(), out_dtype=torch.bfloat16)
         return y[:rows]
-
-    def fp8_accumulate(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
-        a, b, (n, k) = _padded_rows(a, 16), _padded_rows(b, 16), accumulator.shape
-        product = torch._scaled_mm(a.codes, b.codes.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=torch.float32)
-        accumulator.add_(product[:n, :k])
 
     def bf16(self, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
         return self._triton.bf16(x, w, dtype)
@@ -279,36 +259,6 @@ def _fp8_kernel(
         acc += tl.dot(a, tl.trans(b)) * (a_scale * b_scale)[:, None]
     to = y + row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(to, acc.to(tl.bfloat16), mask=(row < m)[:, None] & (column < n)[None, :])
-
-
-@triton.jit
-def _fp8_accumulate_kernel(
-    a,  # E4M3 [n, t] contiguous
-    a_scales,  # FP32 [n, t / 128], stored by columns: strides (1, a_scales_stride)
-    b,  # E4M3 [k, t] contiguous
-    b_scales,  # FP32 [k, t / 128], stored by columns: strides (1, b_scales_stride)
-    accumulator,  # FP32 [n, k] contiguous, added to
-    n,
-    k,
-    t,
-    a_scales_stride,
-    b_scales_stride,
-):
-    """One tile [128, 128] of accumulator += a b^T."""
-    row_block, column_block = _tile_of(tl.program_id(0), n, k, 128)
-    row, column, inner = row_block * 128 + tl.arange(0, 128), column_block * 128 + tl.arange(0, 128), tl.arange(0, 128)
-    a_row, b_row = a + row.to(tl.int64)[:, None] * t, b + column.to(tl.int64)[:, None] * t
-    acc = tl.zeros((128, 128), tl.float32)
-    for block in range(t // 128):
-        at = block * 128 + inner
-        left = tl.load(a_row + at[None, :], mask=(row < n)[:, None], other=0.0)
-        right = tl.load(b_row + at[None, :], mask=(column < k)[:, None], other=0.0)
-        left_scale = tl.load(a_scales + block.to(tl.int64) * a_scales_stride + row, mask=row < n, other=0.0)
-        right_scale = tl.load(b_scales + block.to(tl.int64) * b_scales_stride + column, mask=column < k, other=0.0)
-        acc += tl.dot(left, tl.trans(right)) * (left_scale[:, None] * right_scale[None, :])
-    to = accumulator + row.to(tl.int64)[:, None] * k + column[None, :]
-    inside = (row < n)[:, None] & (column < k)[None, :]
-    tl.store(to, tl.load(to, mask=inside, other=0.0) + acc, mask=inside)
 
 
 @triton.jit

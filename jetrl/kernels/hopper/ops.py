@@ -4,7 +4,8 @@
     silu_mul         both layouts from one read, and so its gradient
     activation       attention's output and gradients that arrive in BF16: both layouts from one read
     linear           DeepGEMM, torch or Triton, see hopper/gemm.py
-    attention        one kernel for all phases; its gradient in two kernels, without atomics
+    grad_weight      a CUDA kernel of our own, see hopper/grad_weight.py
+    attention        one kernel for all phases; its gradient by FlashAttention 4 or in two kernels, see hopper/flash.py
 
 In flow bf16 the same operators hand on BF16 tensors, and the forward's products are batch-invariant BF16 ones.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention import Sequences
-from jetrl.kernels.hopper import attention, gemm, logprob, norm, quant
+from jetrl.kernels.hopper import attention, flash, gemm, grad_weight, logprob, norm, quant
 from jetrl.kernels.hopper import heads as split
 from jetrl.kernels.ops import Activation, Heads, HeadWeights, Spec, Target
 from jetrl.kernels.quant import Quantized, TokenGroups
@@ -60,6 +61,7 @@ class HopperOps:
                 f"the GPU's attention takes dimensions {attention.DIMS} and up to {attention.MAX_GROUP} query heads a "
                 "key head. Use device=cpu."
             )
+        flash.takes(heads.heads, heads.kv_heads, heads.dim)  # a wrong choice of its backward is said at start
 
     def weight(self, w: Tensor, parts: tuple[int, ...], fp8: bool, previous: Any) -> Fp8Weight | Bf16Weight:
         if not fp8:
@@ -117,7 +119,7 @@ class HopperOps:
 
     def grad_weight(self, dy: Activation, x: Activation, groups: TokenGroups, accumulator: Tensor) -> None:
         if isinstance(x.tokens, Quantized):
-            gemm.backend_for(*accumulator.shape).fp8_accumulate(dy.tokens, x.tokens, accumulator)
+            grad_weight.accumulate(dy.tokens, x.tokens, accumulator)
         else:
             logprob.add_product(accumulator, dy.tokens.t(), x.tokens)
 
@@ -148,6 +150,8 @@ class HopperOps:
         self, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None, layout: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert lse is not None
+        if flash.takes(q.shape[1], keys.shape[1], q.shape[2]):
+            return flash.grad(dout, q, keys, values, out, lse, layout)
         return attention.attention_grad(dout, q, keys, values, out, lse, _tiles(layout, q.shape[1], keys.shape[1]))
 
     def silu_mul(self, gate_up: Tensor, spec: Spec) -> Activation:
