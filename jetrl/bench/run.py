@@ -21,7 +21,7 @@ from jetrl.model.shapes import DEFAULT
 
 BENCHES = {"gemm": gemm.bench, "attention": attention.bench, "layer": layer.bench, "head": head.bench}
 JUDGED_TOKENS = 8192
-_PACKAGES = {"torch": "torch", "triton": "triton", "deep_gemm": "sgl-deep-gemm"}
+_PACKAGES = {"torch": "torch", "triton": "triton", "deep_gemm": "sgl-deep-gemm", "flash_attn": "flash-attn-4"}
 
 
 def _version(package: str) -> str:

@@ -114,6 +114,8 @@ class _CudaKernel:
     def launch(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
         from cuda.bindings import driver
 
+        if not int(_checked(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
+            _checked(driver.cuCtxSetCurrent(self.context))
         (n, k), groups = accumulator.shape, a.codes.shape[1] // GROUP
         maps = (_codes_map(a, _ROWS), _codes_map(b, _COLS), _scales_map(a, _ROWS), _scales_map(b, _COLS))
         values = (*maps, accumulator.data_ptr(), n, k, groups)
@@ -121,8 +123,6 @@ class _CudaKernel:
         programs = min(self.programs, triton.cdiv(n, _ROWS) * triton.cdiv(k, _COLS))
         stream = torch.cuda.current_stream(accumulator.device).cuda_stream
         with torch.cuda.device(accumulator.device):
-            if not int(_checked(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
-                _checked(driver.cuCtxSetCurrent(self.context))
             _checked(driver.cuLaunchKernel(self.function, programs, 1, 1, _THREADS, 1, 1, _SHARED, stream, (values, types), 0))
 
 
