@@ -61,7 +61,8 @@ def test_on_a_hopper_gpu_with_deep_gemm(gpu_rows: GpuRows, tmp_path: Path) -> No
     nvcc.touch(0o755)
     rows = gpu_rows(JETRL_GEMM="deep_gemm", CUDA_HOME=str(tmp_path), DG_JIT_CACHE_DIR="kept")
     assert rows["device"] == "cuda: NVIDIA H200"
-    assert rows["FP8 linear, forward and grad_input"].startswith("DeepGEMM (JETRL_GEMM chooses); it wants N and K multiples of 16")
+    wanted = "DeepGEMM (JETRL_GEMM chooses); it wants N and K multiples of 16"
+    assert rows["FP8 linear, forward and grad_input"].startswith(wanted)
     assert rows["DeepGEMM's compiled kernels"] == f"kept (DG_JIT_CACHE_DIR), compiler {nvcc}"
     assert "DeepGEMM" in rows["BF16 linear forward"] and "DeepGEMM" in rows["lm_head"]
     assert "float64" not in str(rows)
