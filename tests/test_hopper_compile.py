@@ -20,6 +20,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from jetrl.kernels.hopper import attention, gemm, grad_weight, prefill  # noqa: E402
+from jetrl.kernels.quant import GROUP  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 POINTERS = {
@@ -125,3 +126,21 @@ def test_products_use_wgmma(kind: str, rows: int, tmp_path: Path) -> None:
     ptx = compile_for_hopper(kernel, types, fixed, num_warps=4 if rows == 64 else 8, num_stages=3)
     require_wgmma(ptx)
     assert spilled_bytes(ptx, tmp_path, serial=True) == 0  # what is left where DeepGEMM cannot run need not be fast
+
+
+def test_the_cuda_kernel_and_its_launch_have_the_same_sizes() -> None:
+    source = grad_weight._SOURCE.read_text(encoding="utf-8")
+    sizes = {"ROWS": grad_weight._ROWS, "COLS": grad_weight._COLS, "GROUP": GROUP, "STAGES": grad_weight._STAGES}
+    for name, value in sizes.items():
+        assert re.search(rf"\b{name} = (\d+)[,;]", source)[1] == str(value), name  # type: ignore[index]
+    consumers = re.search(r"CONSUMERS = (\d+);", source)
+    assert consumers and int(consumers[1]) + 128 == grad_weight._THREADS
+
+
+def test_the_cuda_kernel_compiles_without_spills(tmp_path: Path) -> None:
+    """Where NVRTC is installed, which it is with a CUDA build of torch."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(grad_weight.compile_source())
+    usage = subprocess.run([PTXAS.with_name("cuobjdump"), "-res-usage", cubin], capture_output=True, text=True, check=True)
+    assert "STACK:0 " in usage.stdout and "LOCAL:0 " in usage.stdout, usage.stdout
