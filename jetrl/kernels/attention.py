@@ -65,7 +65,7 @@ class Sequences:
     block_tables: Tensor | None  # paged keys: int32 [S, most blocks]
     block_size: int
     device: torch.device
-    made: dict[tuple[int, int], Any] = field(default_factory=dict)  # by (heads, kv_heads): what the kernels of all layers share
+    made: dict[object, Any] = field(default_factory=dict)  # what the kernels of all layers share; tiles by (heads, kv_heads)
 
 
 def prepare(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

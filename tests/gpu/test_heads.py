@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from jetrl.kernels import norm as reference
 from jetrl.kernels.hopper.heads import Heads, split_heads, split_heads_grad
+from tests.gpu.tensors import noise, same, vector
 
 pytestmark = pytest.mark.gpu
 
@@ -21,23 +22,6 @@ CASES = [
     (Heads(9, 3, 64), False, False),
     (Heads(5, 1, 40), True, True),
 ]
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    """BF16 noise on the GPU; a zero row, a tiny, a huge, and one with an outlier, of those that exist."""
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    for row, factor in ((1, 0.0), (2, 1e-5), (3, 1e4)):
-        x[row : row + 1] *= factor
-    x[4:5, ..., :1] *= 3000.0
-    return x.bfloat16().cuda()
-
-
-def vector(width: int, seed: int) -> Tensor:
-    return torch.randn(width, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def inputs(tokens: int, shape: Heads, has_bias: bool, has_norm: bool) -> tuple:

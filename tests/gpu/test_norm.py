@@ -10,6 +10,7 @@ from jetrl.kernels.quant import Quantized, TokenGroups, token_groups
 
 pytest.importorskip("triton")
 from jetrl.kernels.hopper import norm, quant
+from tests.gpu.tensors import noise, same, vector
 
 pytestmark = pytest.mark.gpu
 
@@ -17,26 +18,6 @@ EPS = 1e-6
 WIDTHS = [576, 4096, 129]
 ROWS = (1, 2, 3, 7, 64, 129, 4097)
 LENGTHS = [130, 3, 128, 260, 1]
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    """BF16 noise on the GPU; a zero row, a tiny, a huge, and one with an outlier, of those that exist."""
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    for row, factor in ((1, 0.0), (2, 1e-5), (3, 1e4)):
-        x[row : row + 1] *= factor
-    x[4:5, ..., :1] *= 3000.0
-    return x.bfloat16().cuda()
-
-
-def vector(width: int, seed: int = 9) -> Tensor:
-    return torch.randn(width, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
-
-
-def same(a: Tensor | Quantized, b: Tensor | Quantized) -> bool:
-    """Equal bits, NaN and the sign of zero included."""
-    if isinstance(a, Quantized):
-        return same(a.codes, b.codes) and same(a.scales, b.scales)
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def one_rounding(seen: Tensor, wanted: Tensor, slack: float, floor: float | Tensor = 1e-37) -> bool:

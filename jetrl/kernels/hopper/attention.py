@@ -51,12 +51,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.hopper.prefill import prefill, work_list
+from jetrl.kernels.hopper.prefill import KEYS as PREFILL_KEYS
+from jetrl.kernels.hopper.prefill import LOG2_E, prefill, work_list
 
-KEYS = 64  # keys a tile of the forward: part of the numerics, the same in every variant
+KEYS = PREFILL_KEYS.value  # keys a tile of the forward: part of the numerics, the same in every variant
 MAX_GROUP = 16
 DIMS = (16, 32, 64, 128)
-_LOG2_E = 1.4426950408889634
 
 
 @dataclass(slots=True, frozen=True)
@@ -486,7 +486,7 @@ def forward(
         _forward_kernel, tiles.sequence.shape[0] * kv_heads,
         q, keys, values, out, lse,
         tiles.sequence, tiles.token, tiles.query_start, tiles.query_length, tiles.context, tiles.key_start, tiles.table,
-        tokens, 0 if tiles.table is None else tiles.table.stride(0), _LOG2_E / math.sqrt(dim),
+        tokens, 0 if tiles.table is None else tiles.table.stride(0), LOG2_E / math.sqrt(dim),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=tiles.block_size, ROWS=launch.rows, KEYS=KEYS,
         SKIP=skip, WANT_LSE=want_lse,
         num_warps=launch.warps, num_stages=stages, enable_fp_fusion=False,
@@ -536,7 +536,7 @@ def grad_keys(
         _grad_keys_kernel, tiles.key_sequence.shape[0] * kv_heads,
         dout, q, keys, values, delta, lse2, dk, dv,
         tiles.key_sequence, tiles.key_token, tiles.query_start, tiles.query_length, tiles.key_start,
-        1.0 / math.sqrt(dim), _LOG2_E / math.sqrt(dim),
+        1.0 / math.sqrt(dim), LOG2_E / math.sqrt(dim),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=dim, ROWS=launch.rows, TILE=tiles.key_tile,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
@@ -553,7 +553,7 @@ def grad_queries(
         _grad_queries_kernel, tiles.sequence.shape[0] * kv_heads,
         dout, q, keys, values, delta, lse2, dq,
         tiles.sequence, tiles.token, tiles.query_start, tiles.query_length, tiles.key_start,
-        1.0 / math.sqrt(dim), _LOG2_E / math.sqrt(dim),
+        1.0 / math.sqrt(dim), LOG2_E / math.sqrt(dim),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=dim, ROWS=launch.rows, KEYS=KEYS,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.attention import Sequences
+from jetrl.kernels.hopper.choice import chosen
 
 log = logging.getLogger("jetrl")
 
@@ -46,7 +46,6 @@ _VARIABLE = "JETRL_ATTENTION_GRAD"
 _NAMES = ("flash", "triton")
 # The library compiles another kernel for a longest sequence of one tile (128 at most); said to be longer, it is not asked to.
 _LONGEST_AT_LEAST = 129
-_STARTS = (0, 0)  # key of `Sequences.made`: what depends on no heads
 
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -58,9 +57,7 @@ def _library() -> Backward | str:
     The environment variable JETRL_ATTENTION_GRAD chooses; without it the library is taken if it is there. Raises ValueError
     for an unknown name, or for a library that is asked for and cannot be had.
     """
-    name = os.environ.get(_VARIABLE)
-    if name not in (None, *_NAMES):
-        raise ValueError(f"{_VARIABLE} is {name!r}; wanted one of {', '.join(_NAMES)}")
+    name = chosen(_VARIABLE, _NAMES)
     if name == "triton":
         return f"{_VARIABLE} is triton"
     found = _load()
@@ -112,15 +109,15 @@ def _starts(layout: Sequences, tokens: int) -> tuple[Tensor, int]:
 
     Raises ValueError for a layout with paged or older keys, or with rows that belong to no sequence.
     """
-    if _STARTS not in layout.made:
+    if "starts" not in layout.made:
         starts = list(accumulate(layout.query_lengths, initial=0))
         if layout.key_starts != starts[:-1] or layout.context_lengths != layout.query_lengths or starts[-1] != tokens:
             raise ValueError(f"the gradient needs packed keys, all of them new, {tokens} in all; not those of {layout}")
         # Pinned, so that nothing waits for the device.
         host = torch.tensor(starts, dtype=torch.int32, pin_memory=layout.device.type == "cuda")
         there = host.to(layout.device, non_blocking=True)
-        layout.made[_STARTS] = there, max(_LONGEST_AT_LEAST, *layout.query_lengths)
-    return layout.made[_STARTS]
+        layout.made["starts"] = there, max(_LONGEST_AT_LEAST, *layout.query_lengths)
+    return layout.made["starts"]
 
 
 def grad(

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from functools import cache
 from typing import Protocol
 
@@ -34,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.hopper.choice import chosen
 from jetrl.kernels.quant import E4M3, Quantized
 
 log = logging.getLogger("jetrl")
@@ -154,7 +154,7 @@ class ScaledMm:
 
     def fp8(self, x: Quantized, w: Tensor, w_scales: Tensor) -> Tensor:
         rows = x.codes.shape[0]
-        x = _padded_rows(x, 16)
+        x = _padded_rows(x)
         y = torch._scaled_mm(x.codes, w.t(), scale_a=x.scales, scale_b=w_scales.t(), out_dtype=torch.bfloat16)
         return y[:rows]
 
@@ -162,10 +162,10 @@ class ScaledMm:
         return self._triton.bf16(x, w, dtype)
 
 
-def _padded_rows(x: Quantized, multiple: int) -> Quantized:
-    """x with rows of zero codes up to a multiple, scales dense by columns."""
+def _padded_rows(x: Quantized) -> Quantized:
+    """x with rows of zero codes up to a multiple of 16, scales dense by columns."""
     rows, groups = x.scales.shape
-    missing = -rows % multiple
+    missing = -rows % 16
     if not missing and x.scales.stride(1) == rows:
         return x
     codes = x.codes.new_zeros(rows + missing, x.codes.shape[1], dtype=torch.uint8)
@@ -188,13 +188,11 @@ def preferred() -> Backend:
 
     Raises ValueError for an unknown name, or for a DeepGEMM that is asked for and cannot be loaded.
     """
-    name = os.environ.get(_VARIABLE)
+    name = chosen(_VARIABLE, _BACKENDS)
     if name is None:
         name = "deep_gemm" if importlib.util.find_spec("deep_gemm") else "scaled_mm"
         if name == "scaled_mm":
             log.warning("sgl-deep-gemm is not installed: FP8 products run through torch._scaled_mm, BF16 ones through Triton")
-    if name not in _BACKENDS:
-        raise ValueError(f"{_VARIABLE} is {name!r}; wanted one of {', '.join(_BACKENDS)}")
     try:
         return _BACKENDS[name]()
     except (ImportError, OSError, AssertionError) as error:
@@ -230,6 +228,19 @@ def _tile_of(pid, m, n, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _load_block(rows_ptr, inside, at, k):
+    """The columns `at` of rows [R]; zero in rows that are not `inside` and from column k on. rows_ptr: [R, 1]."""
+    return tl.load(rows_ptr + at[None, :], mask=inside[:, None] & (at < k)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(y, acc, row, column, m, n):
+    """FP32 acc to its rows and columns of y [m, n], rounded to y's type."""
+    to = y + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(to, acc.to(y.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
 def _fp8_kernel(
     x,  # E4M3 [m, k], row stride x_stride
     x_scales,  # FP32 [m, ceil(k / 128)], stored by columns: strides (1, x_scales_stride)
@@ -252,13 +263,11 @@ def _fp8_kernel(
     acc = tl.zeros((ROWS, 128), tl.float32)
     for block in range(tl.cdiv(k, 128)):
         at = block * 128 + inner
-        a = tl.load(x_row + at[None, :], mask=(row < m)[:, None] & (at < k)[None, :], other=0.0)
-        b = tl.load(w_row + at[None, :], mask=(column < n)[:, None] & (at < k)[None, :], other=0.0)
+        a, b = _load_block(x_row, row < m, at, k), _load_block(w_row, column < n, at, k)
         a_scale = tl.load(x_scales + block.to(tl.int64) * x_scales_stride + row, mask=row < m, other=0.0)
         b_scale = tl.load(w_scales + column_block.to(tl.int64) * w_scales_stride + block)
         acc += tl.dot(a, tl.trans(b)) * (a_scale * b_scale)[:, None]
-    to = y + row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(to, acc.to(tl.bfloat16), mask=(row < m)[:, None] & (column < n)[None, :])
+    _store_tile(y, acc, row, column, m, n)
 
 
 @triton.jit
@@ -280,8 +289,6 @@ def _bf16_kernel(
     acc = tl.zeros((ROWS, 128), tl.float32)
     for block in range(tl.cdiv(k, 64)):
         at = block * 64 + inner
-        a = tl.load(x_row + at[None, :], mask=(row < m)[:, None] & (at < k)[None, :], other=0.0)
-        b = tl.load(w_row + at[None, :], mask=(column < n)[:, None] & (at < k)[None, :], other=0.0)
+        a, b = _load_block(x_row, row < m, at, k), _load_block(w_row, column < n, at, k)
         acc = tl.dot(a, tl.trans(b), acc)
-    to = y + row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(to, acc.to(y.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+    _store_tile(y, acc, row, column, m, n)

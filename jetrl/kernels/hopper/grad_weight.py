@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
-import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.hopper.choice import chosen
 from jetrl.kernels.quant import GROUP, Quantized
 
 log = logging.getLogger("jetrl")
@@ -49,13 +49,11 @@ def kernel_name() -> str:
     Raises ValueError for another name, or for `cuda` where it cannot run.
     """
     installed = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
-    name = os.environ.get(_VARIABLE)
+    name = chosen(_VARIABLE, ("cuda", "triton"))
     if name is None:
         if not installed:
             log.warning("cuda-bindings are not installed: weight gradients run in Triton, at about half the speed")
         return "cuda" if installed else "triton"
-    if name not in ("cuda", "triton"):
-        raise ValueError(f"{_VARIABLE} is {name!r}; wanted cuda or triton")
     if name == "cuda" and not installed:
         raise ValueError(f"{_VARIABLE} is cuda, which needs cuda-bindings; pip install 'jetrl[hopper]', or unset it")
     return name

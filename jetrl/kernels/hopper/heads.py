@@ -247,6 +247,15 @@ def _tile(shape: Heads) -> tuple[dict[str, int], int, int]:
     return sizes, triton.cdiv(shape.heads + 2 * shape.kv_heads, _HEADS), max(_HEADS * half // 256, 1)
 
 
+def _operands(
+    fused: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """These six as both kernels read them, aligned. `fused` stands for what there is not, which no kernel touches."""
+    fused = _aligned_rows(fused)
+    vectors = (fused if x is None else aligned(x) for x in (bias, q_norm, k_norm))
+    return fused, *vectors, aligned(cos), aligned(sin)
+
+
 def split_heads(
     fused: Tensor,
     bias: Tensor | None,
@@ -272,22 +281,17 @@ def split_heads(
     for cache in (keys, values):
         assert cache.shape[1:] == (shape.kv_heads, shape.dim) and cache[:1].is_contiguous(), "gaps in a row of keys or values"
     tokens = fused.shape[0]
-    fused = _aligned_rows(fused)
+    operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
     q = torch.empty(tokens, shape.heads, shape.dim, dtype=torch.bfloat16, device=fused.device)
     _split_heads[(tokens * blocks,)](
-        fused,
-        fused if bias is None else aligned(bias),
-        fused if q_norm is None else aligned(q_norm),
-        fused if k_norm is None else aligned(k_norm),
-        aligned(cos),
-        aligned(sin),
+        *operands,
         positions,
         positions if rows is None else rows,
         q,
         keys,
         values,
         eps,
-        fused.stride(0),
+        operands[0].stride(0),
         keys.stride(0),
         values.stride(0),
         **sizes,
@@ -323,19 +327,14 @@ def split_heads_grad(
     assert dq.stride(2) == dk.stride(2) == dv.stride(2) == 1
     tokens, has_norm = dq.shape[0], q_norm is not None
     chunks, tokens_per_program = row_chunks(tokens, _MAX_CHUNKS) if has_norm else (tokens, 1)
-    fused = _aligned_rows(fused)
+    operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
     dfused = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device=dq.device)
     partials = torch.empty(chunks * blocks if has_norm else 0, 2 * shape.dim, dtype=torch.float32, device=dq.device)
     _split_heads_grad[(chunks * blocks,)](
         dq,
         dk,
         dv,
-        fused,
-        fused if bias is None else aligned(bias),
-        fused if q_norm is None else aligned(q_norm),
-        fused if k_norm is None else aligned(k_norm),
-        aligned(cos),
-        aligned(sin),
+        *operands,
         positions,
         dfused,
         partials,
@@ -345,7 +344,7 @@ def split_heads_grad(
         *dq.stride()[:2],
         *dk.stride()[:2],
         *dv.stride()[:2],
-        fused.stride(0),
+        operands[0].stride(0),
         **sizes,
         HAS_BIAS=bias is not None,
         HAS_NORM=has_norm,

@@ -19,6 +19,8 @@ Given up: the norm's 128x1 codes take a second read of the residual, since a row
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,7 @@ from jetrl.kernels.hopper.quant import (
     store_word_rows,
     store_word_tokens,
     to_words,
+    token_group,
     whole,
 )
 from jetrl.kernels.quant import Quantized, TokenGroups
@@ -136,9 +139,7 @@ def _rms_norm_tokens(
     scale_stride,
 ):
     first = tl.program_id(0) * 128
-    group = tl.program_id(1).to(tl.int64)
-    start = tl.load(starts_ptr + group).to(tl.int64)
-    size = tl.load(sizes_ptr + group)
+    group, start, size = token_group(starts_ptr, sizes_ptr)
     left = width - first
     col = tl.arange(0, 128)
     weight = tl.load(weight_ptr + first + col, mask=col < left, other=0.0).to(tl.float32)
@@ -273,9 +274,7 @@ def _silu_mul_square(
     token_scale_stride,
 ):
     block = tl.program_id(0)
-    group = tl.program_id(1).to(tl.int64)
-    start = tl.load(starts_ptr + group).to(tl.int64)
-    size = tl.load(sizes_ptr + group)
+    group, start, size = token_group(starts_ptr, sizes_ptr)
     left = width - block * 128
     gate_up_ptr += start * 2 * width + block * 128
     row_codes_ptr += start * width + block * 128
@@ -347,9 +346,7 @@ def _silu_mul_grad_square(
     token_scale_stride,
 ):
     block = tl.program_id(0)
-    group = tl.program_id(1).to(tl.int64)
-    start = tl.load(starts_ptr + group).to(tl.int64)
-    size = tl.load(sizes_ptr + group)
+    group, start, size = token_group(starts_ptr, sizes_ptr)
     gate_up_ptr += start * 2 * width + block * 128
     dy_ptr += start * width + block * 128
     row_codes_ptr += start * 2 * width + block * 128
@@ -480,6 +477,28 @@ def rms_norm_grad(dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, residu
     return dx, sum_partials(partials)
 
 
+def _launch_squares(
+    kernel: Any, operands: tuple[Tensor, ...], groups: TokenGroups, rows: Quantized, tokens: Quantized, width: int
+) -> None:
+    """Runs a kernel of squares over `width` columns, which fills both layouts."""
+    kernel[(triton.cdiv(width, 128), groups.count)](
+        *operands,
+        groups.starts,
+        groups.sizes,
+        rows.codes,
+        rows.scales,
+        tokens.codes,
+        tokens.scales,
+        width,
+        rows.scales.stride(1),
+        tokens.codes.shape[1],
+        tokens.scales.stride(1),
+        num_warps=_SQUARE_WARPS,
+        maxnreg=_SQUARE_REGISTERS,
+        enable_fp_fusion=False,
+    )
+
+
 def silu_mul(gate_up: Tensor, quantize: bool, groups: TokenGroups | None = None) -> tuple[Tensor | Quantized, Quantized | None]:
     """SiLU(gate) * up. gate_up: BF16 [T, 2 F], gate first; `groups` only with `quantize`.
 
@@ -505,23 +524,9 @@ def silu_mul(gate_up: Tensor, quantize: bool, groups: TokenGroups | None = None)
             enable_fp_fusion=False,
         )
         return y, None
+    assert isinstance(y, Quantized)
     tokens = empty_tokens(width, groups.count, gate_up.device)
-    _silu_mul_square[(triton.cdiv(width, 128), groups.count)](
-        gate_up,
-        groups.starts,
-        groups.sizes,
-        codes,
-        scales,
-        tokens.codes,
-        tokens.scales,
-        width,
-        scales.stride(1),
-        tokens.codes.shape[1],
-        tokens.scales.stride(1),
-        num_warps=_SQUARE_WARPS,
-        maxnreg=_SQUARE_REGISTERS,
-        enable_fp_fusion=False,
-    )
+    _launch_squares(_silu_mul_square, (gate_up,), groups, y, tokens, width)
     return y, tokens
 
 
@@ -546,21 +551,5 @@ def _silu_mul_grad_both(dy: Tensor, gate_up: Tensor, groups: TokenGroups) -> tup
     rows, width = dy.shape
     by_rows = empty_rows(rows, 2 * width, dy.device)
     by_tokens = empty_tokens(2 * width, groups.count, dy.device)
-    _silu_mul_grad_square[(width // 128, groups.count)](
-        dy,
-        gate_up,
-        groups.starts,
-        groups.sizes,
-        by_rows.codes,
-        by_rows.scales,
-        by_tokens.codes,
-        by_tokens.scales,
-        width,
-        by_rows.scales.stride(1),
-        by_tokens.codes.shape[1],
-        by_tokens.scales.stride(1),
-        num_warps=_SQUARE_WARPS,
-        maxnreg=_SQUARE_REGISTERS,
-        enable_fp_fusion=False,
-    )
+    _launch_squares(_silu_mul_grad_square, (dy, gate_up), groups, by_rows, by_tokens, width)
     return by_rows, by_tokens

@@ -48,7 +48,9 @@ class HopperOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        gemm.preferred()  # a missing library is said at start
+        # A missing library, or a choice that cannot be had, is said at start.
+        gemm.preferred()
+        grad_weight.kernel_name()
 
     def check_heads(self, heads: Heads) -> None:
         if (

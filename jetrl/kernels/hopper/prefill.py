@@ -50,7 +50,7 @@ else:
 KEYS = gl.constexpr(64)  # keys a tile: part of the numerics
 STAGES = gl.constexpr(4)  # steps of the ring
 RECORD = gl.constexpr(5)  # numbers a tile in the work list
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the second name
 # Layouts of s [64, KEYS] in the registers of a warpgroup, and of what belongs to its rows.
 _S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -360,7 +360,7 @@ def prefill(q: Tensor, keys: Tensor, values: Tensor, work: Tensor, want_lse: boo
     width = kv_heads * dim
     k_desc, v_desc = (TensorDescriptor(x, [rows, width], [width, 1], [KEYS.value, dim], _box(dim)) for x in (keys, values))
     arguments = (
-        q, k_desc, v_desc, out, lse, work, tiles - 1, tokens, _LOG2_E / math.sqrt(dim), kv_heads, heads // kv_heads, dim
+        q, k_desc, v_desc, out, lse, work, tiles - 1, tokens, LOG2_E / math.sqrt(dim), kv_heads, heads // kv_heads, dim
     )  # fmt: skip
     grid = (min(_processors(q.device), tiles), 1, 1)
     key = (q.device, heads, kv_heads, dim, want_lse)

@@ -256,6 +256,13 @@ def store_tokens(even, odd, even_amax, odd_amax, codes, scales, codes_stride, co
 
 
 @triton.jit
+def token_group(starts, sizes):
+    """(number, first token, tokens) of this program's token group, the first two int64; starts, sizes: INT32 [groups]."""
+    group = tl.program_id(1).to(tl.int64)
+    return group, tl.load(starts + group).to(tl.int64), tl.load(sizes + group)
+
+
+@triton.jit
 def store_word_rows(words, codes, scales, codes_stride, rows, cols):
     """`store_rows` of a tile of words [16, 64, 8], each an even and an odd column."""
     largest = amax_words(words, 1)
@@ -324,9 +331,7 @@ def _tokens_kernel(
 ):
     """128x1 groups of one token group and one block of 128 columns."""
     first = tl.program_id(0) * 128
-    group = tl.program_id(1).to(tl.int64)
-    start = tl.load(starts + group).to(tl.int64)
-    size = tl.load(sizes + group)
+    group, start, size = token_group(starts, sizes)
     left = cols - first
     x += start * x_stride + first
     codes += first.to(tl.int64) * (groups * 128) + group * 128
