@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 FlowName = Literal["fp8", "bf16", "fp8_rollout"]
+KVCacheName = Literal["bf16", "fp8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
@@ -53,9 +54,9 @@ class RolloutConfig(_Section):
     max_sequences: int = Field(default=256, ge=1, description="sequences decoded together")
     max_batch_tokens: int = Field(default=2048, ge=1, description="tokens of one engine step, prefill chunks included")
     cache_tokens: int | None = Field(
-        default=None, ge=1, description="KV cache size; default: all running sequences at full length"
+        default=None, ge=1, description="KV cache size; default: all running sequences at full length, or what fits on the GPU"
     )
-    block_size: int = Field(default=16, ge=1, description="tokens of one KV cache block")
+    block_size: int = Field(default=64, ge=1, description="tokens of one KV cache block")
 
 
 class AlgorithmConfig(_Section):
@@ -107,6 +108,9 @@ class RunConfig(_Section):
         default="demo", description="a Hugging Face folder or hub id, `smollm2`, or `demo`, the model that ships with jetrl"
     )
     flow: FlowName = Field(default="fp8", description="precision flow: fp8, bf16, or the mismatched baseline fp8_rollout")
+    kv_cache: KVCacheName = Field(
+        default="bf16", description="keys and values, and attention's products: bf16, or fp8 (training's forward too)"
+    )
     device: DeviceName = Field(
         default="auto", description="where the model runs: `auto` takes a Hopper GPU if there is one, else the `cpu`; or `cuda`"
     )

@@ -8,7 +8,8 @@ Method: a flow is three small directed graphs for a template decoder layer with 
 the type it accumulates in and the `Format` it writes. The layers that run in FP8 are read off these graphs, so they decide
 what happens. A flow is exact if the rollout is a subgraph of the training forward: every operator of the rollout exists in
 training with the same operator, formats and inputs, up to two operators that only a rollout has. The KV cache hands on
-the bytes it was given, and sampling writes nothing that another operator reads.
+the bytes it was given, and sampling writes nothing that another operator reads. With an FP8 cache attention itself is in
+FP8: queries, keys, values and probabilities are codes on whichever side has it, which is both in an exact flow.
 
 Given up: a graph says nothing of reduction orders; those are kept by the kernels and proved by `logprob_diff`. FP32 is
 the contract's word for what happens inside an operator; the CPU reference uses float64 there.
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from jetrl.config import FlowName
+from jetrl.config import FlowName, KVCacheName
 from jetrl.model.config import LINEARS, ModelConfig, linear_names
 
 Dtype = Literal["E4M3", "BF16", "FP32", "INT64"]
@@ -45,6 +46,8 @@ class Format:
 
 BF16, FP32, INT64 = Format("BF16"), Format("FP32"), Format("INT64")
 ROWS, TOKENS, BLOCKS = (Format("E4M3", group, "FP32") for group in ("1x128", "128x1", "128x128"))
+HEADS = Format("E4M3", "1xhead", "FP32")  # one head of one token
+TILES = Format("E4M3", "1x64", "FP32")  # a row's probabilities of a tile of keys
 
 
 @dataclass(slots=True, frozen=True)
@@ -145,6 +148,16 @@ class Flow:
         """Whether any projection of the rollout runs in FP8."""
         return bool(_fp8_linears(self.rollout))
 
+    @property
+    def trainer_kv_fp8(self) -> bool:
+        """Whether the trainer's attention reads quantised queries, keys and values."""
+        return _fp8_attention(self.training)
+
+    @property
+    def rollout_kv_fp8(self) -> bool:
+        """Whether the rollout's does, and its cache holds codes."""
+        return _fp8_attention(self.rollout)
+
     def trainer_layers(self, config: ModelConfig) -> tuple[str, ...]:
         """Names of the projections that the trainer runs in FP8, e.g. `layers.3.qkv`."""
         return linear_names(config, _fp8_linears(self.training))
@@ -160,6 +173,10 @@ def _fp8_linears(graph: Graph) -> tuple[str, ...]:
     return tuple(n for n, read in operands.items() if read and all(graph.get(x).output.dtype == "E4M3" for x in read))
 
 
+def _fp8_attention(graph: Graph) -> bool:
+    return all(graph.get(name).output.dtype == "E4M3" for name in graph.get("layer.attention").inputs)
+
+
 # Building
 
 
@@ -168,6 +185,7 @@ class _Builder:
     """Collects nodes; each method returns the name of the node whose output goes on."""
 
     fp8: bool
+    kv_fp8: bool
     options: frozenset[str]  # biases, q_norm, k_norm and head, where the model has them
     saves: bool = False  # keep activations for the weight gradient
     nodes: list[Node] = field(default_factory=list)
@@ -194,6 +212,19 @@ class _Builder:
             y = self.add(f"{name}_bias", "add", (y, self.weight(f"{name}_bias")))
         return y
 
+    def attention(self, q: str, k: str, v: str, rollout: bool) -> str:
+        """Attention over the keys and values of a cache, which only a rollout keeps."""
+        if self.kv_fp8:
+            q = self.add("layer.q_codes", "quantize", (q,), HEADS)
+            cached = self.add("layer.keys_values", "quantize", (k, v), HEADS)
+        else:
+            cached = self.add("layer.keys_values", "prepare_keys_values", (k, v))
+        if rollout:
+            cached = self.add("layer.kv_cache", HANDS_ON, (cached,), HEADS if self.kv_fp8 else BF16)
+        if self.kv_fp8:
+            q = self.add("layer.probabilities", "softmax", (q, cached), TILES, "FP32")
+        return self.add("layer.attention", "attention", (q, cached), BF16, "FP32")
+
     def grad_norm(self, name: str, dy: str, x: str) -> str:
         self.add(f"{name}.grad_weight", "rms_norm_grad_weight", (dy, x), FP32, "FP32")
         return self.add(f"{name}.grad", "rms_norm_grad", (dy, x, f"{name}.weight"), BF16, "FP32")
@@ -215,8 +246,8 @@ def _head_weight(options: frozenset[str]) -> str:
     return "head.weight" if "head" in options else "embed.weight"
 
 
-def _forward(fp8: bool, options: frozenset[str], rollout: bool) -> Graph:
-    b = _Builder(fp8, options, saves=not rollout)
+def _forward(fp8: bool, kv_fp8: bool, options: frozenset[str], rollout: bool) -> Graph:
+    b = _Builder(fp8, kv_fp8, options, saves=not rollout)
     b.add("masters", "masters", (), FP32)
     b.add("tokens", "tokens", (), INT64)
     stream = b.add("embed", "embed", ("tokens", b.weight("embed")))
@@ -224,10 +255,7 @@ def _forward(fp8: bool, options: frozenset[str], rollout: bool) -> Graph:
     if "q_norm" in options:
         q, k = b.norm("layer.q_norm", q), b.norm("layer.k_norm", k)
     q, k = (b.add(f"layer.{n}_rotary", "rotary", (x,), BF16, "FP32") for n, x in (("q", q), ("k", k)))
-    cached = b.add("layer.keys_values", "prepare_keys_values", (k, v))
-    if rollout:
-        cached = b.add("layer.kv_cache", HANDS_ON, (cached,))
-    attended = b.linear("layer.o", b.add("layer.attention", "attention", (q, cached), BF16, "FP32"))
+    attended = b.linear("layer.o", b.attention(q, k, v, rollout))
     stream = b.add("layer.residual", "add", (stream, attended))
     gate_up = b.linear("layer.gate_up", b.norm("layer.post_norm", stream))
     down = b.linear("layer.down", b.add("layer.silu_mul", "silu_mul", (gate_up,), BF16, "FP32"))
@@ -241,7 +269,7 @@ def _forward(fp8: bool, options: frozenset[str], rollout: bool) -> Graph:
 
 
 def _backward(training: Graph, fp8: bool, options: frozenset[str]) -> Graph:
-    b = _Builder(fp8, options)
+    b = _Builder(fp8, False, options)
     loss = b.add(f"{OUTCOME}.grad", "loss_grad", (OUTCOME,), FP32, "FP32")
     b.add("head.grad_weight", "head_grad_weight", (loss, "final_norm", _head_weight(options)), FP32, "FP32")
     dy = b.add("head.grad", "head_grad", (loss, "final_norm", _head_weight(options)), BF16, "FP32")
@@ -252,7 +280,8 @@ def _backward(training: Graph, fp8: bool, options: frozenset[str]) -> Graph:
     inner = b.grad_norm("layer.post_norm", b.grad_linear("layer.gate_up", inner, "layer.post_norm"), "layer.residual")
     dy = b.add("layer.residual.grad", "add", (dy, inner))
     inner = b.grad_linear("layer.o", dy, "layer.attention")
-    operands = training.get("layer.attention").inputs
+    # Of codes the gradient recomputes the probabilities.
+    operands = (training.find("layer.probabilities") or training.get("layer.attention")).inputs
     dv = b.add("layer.attention.grad", "attention_grad", (inner, *operands), BF16, "FP32")
     heads = []
     for n in ("q", "k"):
@@ -279,20 +308,22 @@ def _options(config: ModelConfig | None) -> frozenset[str]:
     return frozenset(name for name, present in has.items() if present)
 
 
-def build_flow(name: FlowName, config: ModelConfig | None = None) -> Flow:
+def build_flow(name: FlowName, config: ModelConfig | None = None, kv_cache: KVCacheName = "bf16") -> Flow:
     """The graphs of a named flow, for a model with `config`'s options; without one: no biases, no q/k norms, a head.
 
-    Raises ValueError for an unknown name.
+    With an FP8 `kv_cache` an exact flow has FP8 attention on both sides, fp8_rollout in its rollout alone. Raises ValueError
+    for an unknown name.
     """
-    if name not in get_args(FlowName):
-        raise ValueError(f"unknown flow {name!r}; use one of {', '.join(get_args(FlowName))}")
-    options, trainer_fp8 = _options(config), name == "fp8"
-    training = _forward(trainer_fp8, options, rollout=False)
+    for kind, seen, known in (("flow", name, get_args(FlowName)), ("kv_cache", kv_cache, get_args(KVCacheName))):
+        if seen not in known:
+            raise ValueError(f"unknown {kind} {seen!r}; use one of {', '.join(known)}")
+    options, trainer_fp8, kv_fp8 = _options(config), name == "fp8", kv_cache == "fp8"
+    training = _forward(trainer_fp8, kv_fp8 and name not in KNOWN_MISMATCHED, options, rollout=False)
     return Flow(
         name,
         training,
         _backward(training, trainer_fp8, options),
-        _forward(name != "bf16", options, rollout=True),
+        _forward(name != "bf16", kv_fp8, options, rollout=True),
         None if config is None else config.num_layers,
     )
 

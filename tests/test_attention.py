@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -197,13 +198,18 @@ def test_the_worked_example_of_a_paged_context() -> None:
     assert a.key_index.tolist() == [[8, 9, 10, 11, 0, 1]] and b.key_index.tolist() == [[20, 21, 22]]
 
 
-def test_copy_block_copies_the_given_tokens_of_all_layers() -> None:
-    cache = KVCache.allocate(2, 3, 4, 1, 2)
-    cache.keys[:], cache.values[:] = noise(2, 12, 1, 2), noise(2, 12, 1, 2, seed=1)
-    before = cache.keys.clone(), cache.values.clone()
-    cache.copy_block(2, 0, 3)
-    for tensor, old in zip((cache.keys, cache.values), before, strict=True):
-        assert torch.equal(tensor[:, 0:3], old[:, 8:11]) and torch.equal(tensor[:, 3:], old[:, 3:])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_copy_block_copies_a_block_of_all_layers_and_nothing_else(kind: Any) -> None:
+    cache = KVCache.allocate(2, 3, 4, 1, 2, kind=kind)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in cache.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    before = [tensor.float() for tensor in cache.tensors]
+    cache.copy_block(2, 0)
+    for tensor, old in zip(cache.tensors, before, strict=True):
+        blocks, old_blocks = (x.float().view(2, 3, -1) for x in (tensor, old))
+        assert torch.equal(blocks[:, 0], old_blocks[:, 2]) and torch.equal(blocks[:, 1:], old_blocks[:, 1:])
+    assert len(before) == (2 if kind == "bf16" else 4)
 
 
 def test_bad_values_are_visible_from_their_position_on_and_in_their_sequence_alone() -> None:

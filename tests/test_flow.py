@@ -14,11 +14,13 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from jetrl.config import FlowName
+from jetrl.config import FlowName, KVCacheName
 from jetrl.flow import (
     BF16,
     BLOCKS,
+    HEADS,
     ROWS,
+    TILES,
     TOKENS,
     Flow,
     Format,
@@ -30,16 +32,17 @@ from jetrl.flow import (
     differences,
     flow_table,
 )
-from jetrl.kernels import quant
+from jetrl.kernels import cpu, quant
 from jetrl.kernels.gemm import Fp8Weight
 from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names
-from jetrl.model.context import PackedContext
 from jetrl.model.transformer import Transformer
 from jetrl.report.flowchart import draw_flow
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOWS: tuple[FlowName, ...] = get_args(FlowName)
+CACHES: tuple[KVCacheName, ...] = get_args(KVCacheName)
+CODES = {"layer.q_codes", "layer.keys_values", "layer.probabilities", "layer.attention"}  # what an FP8 cache changes
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -61,18 +64,18 @@ def change_rollout(flow: Flow, name: str, change: Callable[[Node], Node]) -> Flo
 
 
 @pytest.mark.parametrize("config", [None, *CONFIGS])
-def test_exact_flows_keep_the_rule_and_the_baseline_breaks_it(config: ModelConfig | None) -> None:
+@pytest.mark.parametrize("kv_cache", CACHES)
+def test_exact_flows_keep_the_rule_and_the_baseline_breaks_it(config: ModelConfig | None, kv_cache: KVCacheName) -> None:
     for name in ("fp8", "bf16"):
-        assert build_flow(name, config).exact
-        assert check_flow(build_flow(name, config)) == ()
-        assert describe_flow(build_flow(name, config)).startswith("exact")
-    flow = build_flow("fp8_rollout", config)
+        assert build_flow(name, config, kv_cache).exact
+        assert check_flow(build_flow(name, config, kv_cache)) == ()
+        assert describe_flow(build_flow(name, config, kv_cache)).startswith("exact")
+    flow = build_flow("fp8_rollout", config, kv_cache)
     found = check_flow(flow)
     assert not flow.exact
-    assert {d.node for d in found} == {
-        f"layer.{linear}.{kind}" for linear in ("qkv", "o", "gate_up", "down") for kind in ("codes", "quantize", "gemm")
-    }
-    assert "known-mismatched baseline: 12 operators" in describe_flow(flow)
+    linears = {f"layer.{n}.{kind}" for n in ("qkv", "o", "gate_up", "down") for kind in ("codes", "quantize", "gemm")}
+    assert {d.node for d in found} == linears | (CODES if kv_cache == "fp8" else set())
+    assert f"known-mismatched baseline: {16 if kv_cache == 'fp8' else 12} operators" in describe_flow(flow)
     assert "E4M3 1x128 with FP32 scales from layer.qkv.quantize" in "\n".join(map(str, found))
 
 
@@ -86,6 +89,24 @@ def test_fp8_layers_of_both_sides() -> None:
         "fp8_rollout": ((), linear_names(config)),
     }
     assert [(f.trainer_fp8, f.rollout_fp8) for f in flows] == [(True, True), (False, False), (False, True)]
+
+
+def test_an_fp8_cache_is_on_both_sides_or_in_the_rollout_of_the_baseline() -> None:
+    sides = {(f.name, c): (f.trainer_kv_fp8, f.rollout_kv_fp8) for c in CACHES for f in (build_flow(n, None, c) for n in FLOWS)}
+    assert sides == {(name, c): (c == "fp8" and name != "fp8_rollout", c == "fp8") for name in FLOWS for c in CACHES}
+    flow = build_flow("bf16", None, "fp8")
+    assert (flow.trainer_fp8, flow.rollout_fp8) == (False, False), "attention alone"
+    operands = [edge.format for edge in flow.rollout.edges_into(flow.rollout.get("layer.attention"))]
+    assert operands == [TILES, HEADS]
+    gradient = flow.backward.edges_into(flow.backward.get("layer.attention.grad"))
+    assert [edge.source for edge in gradient[1:]] == ["layer.q_codes", "layer.keys_values"]
+    one_side = replace(flow, rollout=build_flow("bf16").rollout)
+    with pytest.raises(
+        ValueError, match=r"First: layer\.keys_values: operator is prepare_keys_values in the rollout, quantize"
+    ):
+        check_flow(one_side)
+    with pytest.raises(ValueError, match="unknown kv_cache 'fp4'; use one of bf16, fp8"):
+        build_flow("fp8", None, "fp4")  # type: ignore[arg-type]
 
 
 def test_the_graph_decides_which_layers_run_in_fp8() -> None:
@@ -110,10 +131,10 @@ MUTATIONS: dict[str, Callable[[Node], Node]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["fp8", "bf16"])
+@pytest.mark.parametrize(("name", "kv_cache"), [("fp8", "bf16"), ("bf16", "bf16"), ("fp8", "fp8")])
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_one_change_of_any_operator_is_named_first(name: FlowName, mutation: str) -> None:
-    flow = build_flow(name, tiny(**EVERYTHING))
+def test_one_change_of_any_operator_is_named_first(name: FlowName, kv_cache: KVCacheName, mutation: str) -> None:
+    flow = build_flow(name, tiny(**EVERYTHING), kv_cache)
     tried = 0
     for node in flow.rollout.nodes:
         changed = MUTATIONS[mutation](node)
@@ -187,31 +208,39 @@ def test_backward_hands_gradients_over_in_bf16_and_reaches_every_weight(name: Fl
 
 def count_quantisations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     calls: Counter[str] = Counter()
-    for function, group in (("quantize_rows", "1x128"), ("quantize_tokens", "128x1"), ("quantize_weight", "128x128")):
-        original = getattr(quant, function)
+    for module, function, group in (
+        (quant, "quantize_rows", "1x128"),
+        (quant, "quantize_tokens", "128x1"),
+        (quant, "quantize_weight", "128x128"),
+        (cpu, "quantize_heads", "1xhead"),
+    ):
+        original = getattr(module, function)
 
         def counted(*args: Any, _original: Any = original, _group: str = group) -> Any:
             calls[_group] += 1
             return _original(*args)
 
-        monkeypatch.setattr(quant, function, counted)
+        monkeypatch.setattr(module, function, counted)
     return calls
 
 
 def expected(graph: Graph, config: ModelConfig) -> Counter[str]:
-    """Quantisations in one pass over a graph, by granularity; all of them are in the layer."""
-    return Counter({g: n * config.num_layers for g, n in Counter(x.output.granularity for x in graph.nodes).items() if g})
+    """Quantisations in one pass over a graph, of each input, by granularity; all of them are in the layer."""
+    groups = [x.output.granularity for x in graph.nodes if x.operator == "quantize" for _ in x.inputs]
+    return Counter({group: n * config.num_layers for group, n in Counter(groups).items()})
 
 
 @pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("kv_cache", CACHES)
 @pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[2]])
-def test_the_graphs_say_what_the_model_does(name: FlowName, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow, calls = build_flow(name, config), count_quantisations(monkeypatch)
-    context = PackedContext.of([5, 3])
+def test_the_graphs_say_what_the_model_does(
+    name: FlowName, kv_cache: KVCacheName, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow, calls = build_flow(name, config, kv_cache), count_quantisations(monkeypatch)
     tokens = torch.arange(8)
 
-    def model(layers: tuple[str, ...]) -> Transformer:
-        made = Transformer(config, layers)
+    def model(layers: tuple[str, ...], kv_fp8: bool) -> Transformer:
+        made = Transformer(config, layers, kv_fp8=kv_fp8)
         made.load(
             {
                 n: torch.randn(s, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -220,16 +249,16 @@ def test_the_graphs_say_what_the_model_does(name: FlowName, config: ModelConfig,
         )
         return made
 
-    engine = model(flow.rollout_layers(config))
+    engine = model(flow.rollout_layers(config), flow.rollout_kv_fp8)
     with torch.no_grad():
-        hidden = engine.forward(tokens, context)
+        hidden = engine.forward(tokens, engine.packed([5, 3]))
     assert calls == expected(flow.rollout, config)
     calls.clear()
 
-    trainer = model(flow.trainer_layers(config))
+    trainer = model(flow.trainer_layers(config), flow.trainer_kv_fp8)
     for leaf in trainer.leaves.values():
         leaf.grad = torch.zeros(leaf.shape, dtype=torch.float64)
-    again = trainer.forward(tokens, context)
+    again = trainer.forward(tokens, trainer.packed([5, 3]))
     assert calls == expected(flow.training, config)
     assert torch.equal(hidden, again.detach()) == flow.exact
     calls.clear()
@@ -266,16 +295,20 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("kv_cache", CACHES)
 @pytest.mark.parametrize("config", [None, CONFIGS[1]])
-def test_drawing_shows_every_operator_and_marks_what_differs(name: FlowName, config: ModelConfig | None) -> None:
-    flow = build_flow(name, config)
+def test_drawing_shows_every_operator_and_marks_what_differs(
+    name: FlowName, kv_cache: KVCacheName, config: ModelConfig | None
+) -> None:
+    flow = build_flow(name, config, kv_cache)
+    differing = len({d.node for d in differences(flow)})
     text = draw_flow(flow)
     root = ET.fromstring(text)
     assert text == draw_flow(flow)
     space = "{http://www.w3.org/2000/svg}"
     boxes = [r for r in root.iter(f"{space}rect") if "b" in r.get("class", "").split()]
     red = [r for r in boxes if "red" in r.get("class", "").split()]
-    assert len(red) == (0 if flow.exact else 12) + 1  # and the one of the legend
+    assert len(red) == differing + 1  # and the one of the legend
     width = float(root.get("width", "0"))
     operators = sum(not g.is_weight(n) for g in (flow.rollout, flow.training, flow.backward) for n in g.nodes)
     assert len(boxes) > operators + 5
@@ -283,7 +316,8 @@ def test_drawing_shows_every_operator_and_marks_what_differs(name: FlowName, con
         assert 0 < float(box.get("x", "0")) < float(box.get("x", "0")) + float(box.get("width", "0")) < width
     places = Counter((box.get("x"), box.get("y")) for box in boxes)
     assert max(places.values()) == 1, "two boxes lie on each other"
-    assert text.count("≠") == (0 if flow.exact else 8)
+    weights = sum(name.endswith(".codes") for name in {d.node for d in differences(flow)})
+    assert text.count("≠") == differing - weights
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "prefers-color-scheme: dark" in text
 

@@ -180,7 +180,8 @@ def mend_the_interpreter() -> None:
     from jetrl.kernels.hopper import norm, quant
 
     types = {tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float8e4nv: torch.float8_e4m3fn}
-    storage = {tl.bfloat16: torch.uint16, tl.float32: torch.float32, tl.float8e4nv: torch.uint8}
+    storage = {tl.bfloat16: torch.uint16, tl.float32: torch.float32, tl.float8e4nv: torch.uint8, tl.float16: torch.uint16}
+    types[tl.float16] = torch.float16  # in which the interpreter multiplies codes
 
     def convert(data, source, target, rounding):  # numpy arrays, with BF16 as uint16 and E4M3 as uint8
         value = torch.from_numpy(data.copy()).view(types[source]).float()

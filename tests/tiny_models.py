@@ -51,11 +51,12 @@ def tiny_model(
     seed: int = 0,
     fp8_layers: Collection[str] | None = None,
     device: str = "cpu",
+    kv_fp8: bool = False,
     **changes: Any,
 ) -> Transformer:
     """A loaded model with all projections, or `fp8_layers`, in FP8 (flow "fp8") or none of them (flow "bf16")."""
     config = tiny_config(family, **changes)
     layers = (linear_names(config) if flow == "fp8" else ()) if fp8_layers is None else fp8_layers
-    model = Transformer(config, layers, device)
+    model = Transformer(config, layers, device, kv_fp8)
     model.load(random_weights(config, seed))
     return model

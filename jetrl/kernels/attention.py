@@ -12,13 +12,24 @@ Method, for the query at position t with keys 0..t, d = head dimension:
 For sum p v to be exact the grid of p[j] follows v[j]'s size: p[j] 2^e[j] is rounded to the grid of its row, then divided by
 2^e[j] again, where 2^e[j] bounds v[j]. Keys that a query must not see weigh exactly 0, so padding and batching change no bit.
 
+With an FP8 cache q, k, v are codes, each head of each token with a scale, and so are the probabilities. Then keys are taken in
+tiles of 64 from key 0 on, as the GPU takes them: what p is rounded to depends on the largest score so far. For a row, with a
+tile's keys j, all that it does not see left out, and code products d exact:
+
+    x[j] = (d(q, k[j]) k_scale[j]) (q_scale / sqrt(d));   m' = max(m, max x);   shrink = exp(m - m');   p[j] = exp(x[j] - m')
+    total = total shrink + sum p;   v_max = max v_scale;   code[j] = e4m3(p[j] v_scale[j] (448 / v_max))
+    o = o shrink + (v_max / 448) sum_j code[j] v[j];   out = bf16(o / total)
+
+so that the probabilities carry the values' scales, in a range of their own for each tile. One step of a row follows the other;
+within a tile the sums are exact, and a tile of which a row sees no key multiplies by 1 and adds 0.
+
 Layout: a `Layout` lists buckets of sequences of similar length. Queries are rows of a flat [T, heads, D] tensor. Keys and
 values are rows of a flat [R, kv_heads, D] tensor: the packed tokens in training, the slots of the paged cache in the
-engine; `key_index` is the only thing that differs. `prepare` rounds keys and values to their grids before they are
-stored, which BF16 holds exactly.
+engine; `key_index` is the only thing that differs. Codes lie in blocks (see `ops.Target`), and their rows are slots.
+`prepare` rounds keys and values to their grids before they are stored, which BF16 holds exactly.
 
 Given up: a weight below 2^-20 of the largest contribution is rounded; at most 2^17 keys. Scores of a bucket are held in
-float64, chunked over queries.
+float64, chunked over queries. A NaN in a value reaches earlier tokens of its own sequence too, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -31,12 +42,15 @@ import torch
 from torch import Tensor
 
 from jetrl.kernels.exact import exact_product, operand_bits, order_free_sum, power_above, to_grid
+from jetrl.kernels.quant import AMAX_FLOOR, E4M3, E4M3_MAX, Quantized, decode
 
 _VALUE_BITS = 16
 _WEIGHT_BITS = 20
 _SUM_BITS = 36
 MAX_KEYS = 1 << 17  # 16 + 20 + 17 = 53 bits
 _CHUNK_SCORES = 1 << 18  # scores held at once: 2 MB in float64
+TILE = 64  # keys of one step with an FP8 cache: part of the numerics
+_TILE_SUM_BITS = 46  # and 6 for 64 keys
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +80,19 @@ class Sequences:
     block_size: int
     device: torch.device
     made: dict[object, Any] = field(default_factory=dict)  # what the kernels of all layers share; tiles by (heads, kv_heads)
+
+
+@dataclass(frozen=True)
+class LaneSequences:
+    """One new token a row, on a GPU, where lengths are known on the device alone (see `kernels.lanes`)."""
+
+    lane: Tensor  # int32 [R], lane of each row
+    query_start: Tensor  # int32 [L + 1], row of the lane's query
+    query_length: Tensor  # int32 [L + 1], 1, or 0: the row takes no part
+    context: Tensor  # int32 [L + 1], keys, the new one included
+    block_tables: Tensor  # int32 [L + 1, most blocks]
+    block_size: int
+    made: dict[object, Any] = field(default_factory=dict)  # as in `Sequences`
 
 
 def prepare(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,6 +188,60 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor
         for chunk in _chunks(bucket, q.shape[1]):
             operands = _operands(chunk, q, keys, values)
             index, rows = _rows(_attend(operands), chunk, operands.groups)
+            out[index] = rows
+    return out
+
+
+def _gather(x: Tensor, block: Tensor, at: Tensor) -> Tensor:
+    """Codes or scales of slots [S, n], float64 [S, kv_heads, n, ...]; x: [blocks, kv_heads, block_size, ...]."""
+    found = x.view(torch.uint8)[block, :, at].view(x.dtype) if x.dtype == E4M3 else x[block, :, at]
+    found = found.transpose(1, 2).contiguous()
+    return decode(found) if x.dtype == E4M3 else found.double()
+
+
+def _probability_codes(p: Tensor, factor: Tensor) -> Tensor:
+    """p * factor rounded to E4M3, as float64."""
+    return decode((p * factor).float().clamp_(max=E4M3_MAX).to(E4M3))
+
+
+def _attend_fp8(chunk: Bucket, q: Quantized, keys: Quantized, values: Quantized) -> Tensor:
+    """Output [S, kv_heads, G * Q, D], float64, of one chunk."""
+    heads, dim = q.codes.shape[1:]
+    kv_heads, size = keys.scales.shape[1:]
+    (sequences, queries), groups = chunk.query_index.shape, heads // kv_heads
+    rows = sequences, kv_heads, groups * queries
+    wide_q = decode(q.codes.view(torch.uint8)[chunk.query_index].transpose(1, 2).contiguous().view(E4M3)).view(*rows, dim)
+    scale = q.scales[chunk.query_index].transpose(1, 2).double().mul(1.0 / math.sqrt(dim)).reshape(*rows, 1)
+    position = chunk.query_position.repeat(1, groups).view(sequences, 1, groups * queries, 1)
+    # Not -inf: a padding query sees no key at all, and -inf - -inf is NaN.
+    m, total, o = (wide_q.new_full((*rows, n), x) for n, x in ((1, -1e300), (1, 0.0), (dim, 0.0)))
+    for first in range(0, chunk.key_index.shape[1], TILE):
+        slots = chunk.key_index[:, first : first + TILE]
+        place = slots // size, slots % size
+        hidden = torch.arange(first, first + slots.shape[1]) > position
+        scores = exact_product(wide_q, _gather(keys.codes, *place)).mul_(_gather(keys.scales, *place).unsqueeze(2)).mul_(scale)
+        scores.masked_fill_(hidden, -torch.inf)
+        largest = torch.maximum(m, scores.amax(-1, keepdim=True))
+        shrink, p = torch.exp(m - largest), torch.exp(scores - largest)
+        total = total.mul_(shrink).add_(order_free_sum(p, _TILE_SUM_BITS))
+        v_scale = _gather(values.scales, *place).unsqueeze(2)
+        v_max = v_scale.masked_fill(hidden, 0.0).amax(-1, keepdim=True).clamp_(min=AMAX_FLOOR / E4M3_MAX)
+        codes = _probability_codes(p, v_scale * (E4M3_MAX / v_max))
+        # A sum of zeros has the sign of its order; + 0 makes it +0.
+        product = (codes @ _gather(values.codes.transpose(2, 3), *place)).add_(0.0)
+        o = o.mul_(shrink).add_(product.mul_(v_max / E4M3_MAX))
+        m = largest
+    return o.div_(total)
+
+
+def attention_fp8(q: Quantized, keys: Quantized, values: Quantized, layout: Layout) -> Tensor:
+    """Causal attention of codes. q: [T, heads, D], scales [T, heads]; keys, values: blocks as in `ops.Target`, to whose slots
+    the layout points. Returns BF16 like q."""
+    out = torch.zeros(q.codes.shape, dtype=torch.bfloat16)
+    heads, groups = q.codes.shape[1], q.codes.shape[1] // keys.scales.shape[1]
+    for bucket in layout.buckets:
+        for chunk in _chunks(bucket, heads):
+            index, rows = _rows(_attend_fp8(chunk, q, keys, values), chunk, groups)
             out[index] = rows
     return out
 

@@ -15,6 +15,7 @@ Groups (a last partial group is a group of its own, so no size has to be divisib
     1x128     activations and output gradients, along the contracted dimension     scales [rows, ceil(cols / 128)]
     128x128   weights; the row blocks of each fused part (q, k, v) start anew      scales [row blocks, ceil(cols / 128)]
     128x1     the same activations and gradients along tokens, for grad_weight     scales [token groups, cols]
+    1xhead    queries, keys and values: one head of one token                      scales [tokens, heads]
 
 Token groups start anew with each sequence, so what is quantised together never depends on how sequences were packed into
 microbatches: the weight gradient is the same for every split of a batch.
@@ -45,6 +46,10 @@ class Quantized:
 
     codes: Tensor  # float8_e4m3fn [rows, cols]
     scales: Tensor  # float32; code * scale is the value
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Both by suffix: for recordings."""
+        return {"": self.codes.view(torch.uint8), ".scales": self.scales}
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,18 @@ def quantize_rows(x: Tensor) -> Quantized:
         scales[part] = _scale(blocks.abs().amax(-1))
         codes[part] = _encode(blocks, scales[part].unsqueeze(-1)).flatten(1)[:, :cols]
     return Quantized(codes, scales)
+
+
+def quantize_heads(x: Tensor) -> Quantized:
+    """Quantise x [T, heads, dim] (BF16), each head of each token a group: codes like x, scales [T, heads]."""
+    wide = x.float()
+    scales = _scale(wide.abs().amax(-1))
+    return Quantized(_encode(wide, scales.unsqueeze(-1)), scales)
+
+
+def dequantize_heads(q: Quantized) -> Tensor:
+    """Values of `quantize_heads`, BF16: rounded from the FP32 product."""
+    return (decode(q.codes).float() * q.scales.unsqueeze(-1)).to(torch.bfloat16)
 
 
 def quantize_tokens(x: Tensor, groups: TokenGroups) -> Quantized:

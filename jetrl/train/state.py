@@ -1,7 +1,7 @@
 """Checkpoints: everything that a continued run needs to be the unbroken one, and a model that others can load.
 
     <run>/checkpoints/step-000040/
-        state.json              step, policy version, counters, flow, names of the FP8 layers
+        state.json              step, policy version, counters, flow, names of the FP8 layers, kind of the KV cache
         masters.safetensors     FP32 masters
         optimizer.safetensors   AdamW moments
         model/                  Hugging Face folder in BF16, for `transformers`, vLLM and `jetrl eval`
@@ -41,6 +41,7 @@ class State:
     skipped_steps: int
     flow: str
     fp8_layers: list[str]
+    kv_cache: str = "bf16"
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -77,16 +78,17 @@ def save_state(run: Path, trainer: Trainer, state: State, config: ModelConfig, s
     return folder
 
 
-def load_state(folder: Path, trainer: Trainer, flow: str, fp8_layers: list[str]) -> State:
+def load_state(folder: Path, trainer: Trainer, flow: str, fp8_layers: list[str], kv_cache: str = "bf16") -> State:
     """Put a checkpoint into the trainer and publish it.
 
-    Raises ValueError when the checkpoint is of another flow, another set of FP8 layers or another model.
+    Raises ValueError when the checkpoint is of another flow, another KV cache, another set of FP8 layers or another model.
     """
     state = State(**read_json(folder / _STATE))
-    if state.flow != flow or state.fp8_layers != fp8_layers:
+    if (state.flow, state.fp8_layers, state.kv_cache) != (flow, fp8_layers, kv_cache):
         raise ValueError(
-            f"{folder} was made in flow {state.flow!r} with {len(state.fp8_layers)} FP8 layers, but the run has flow {flow!r} "
-            f"with {len(fp8_layers)}. Resume with the run's own config, or start a new run from {folder / 'model'}."
+            f"{folder} was made in flow {state.flow!r} with {len(state.fp8_layers)} FP8 layers and kv_cache "
+            f"{state.kv_cache!r}, but the run has flow {flow!r} with {len(fp8_layers)} and kv_cache {kv_cache!r}. Resume with "
+            f"the run's own config, or start a new run from {folder / 'model'}."
         )
     masters, moments = (_read(folder / f"{name}.safetensors") for name in ("masters", "optimizer"))
     shapes = {name: tuple(p.shape) for name, p in masters.items()}

@@ -10,10 +10,17 @@ the norm, in the backward between rotation and norm) the value is rounded to BF1
 
     x = bf16(fused + bias);  y = bf16(x / rms(x) * w);  (a, b) -> bf16(a cos - b sin, b cos + a sin)      values: x
 
+For an FP8 cache the same launch quantises each head of each token, from those BF16 values, and writes codes and scales of keys
+and values into their blocks; for training it also writes BF16 of the codes' values, which attention's gradient reads.
+
 Layout rules: as in `norm`, the order of the sum over a head depends on `dim` alone, and nothing is contracted into fused
 multiply-adds, so the rotation has the bits of the CPU reference. Norm-weight gradients: chunks of tokens, then those in order.
 
-Given up: rows of the cache have to be [kv_heads, dim] without gaps.
+In decode a launch is all latency. So everything is read before the first sum, and codes and scales are written from where they
+are formed: Triton's own stores of single bytes would first move them through shared memory, with barriers, to no use.
+
+Given up: rows of the cache have to be [kv_heads, dim] without gaps. Codes of values lie a block apart, since the cache holds
+them transposed, and are written byte by byte.
 """
 
 from __future__ import annotations
@@ -26,6 +33,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.hopper.norm import aligned, inverse_rms, row_chunks, sum_partials
+from jetrl.kernels.hopper.quant import amax, encode_bf16, group_scale
+from jetrl.kernels.ops import Target
+from jetrl.kernels.quant import E4M3, Quantized
 
 _MAX_DIM = 256
 _HEADS = 16  # of a program: with 64 elements a half head, 8 elements, a 16-byte load, in each of 128 threads
@@ -70,12 +80,74 @@ def _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, is_q):
 
 
 @triton.jit
-def _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM: tl.constexpr):
-    """Cosines and sines of a token's position, FP32 [1, col]."""
-    place = tl.load(positions_ptr + token).to(tl.int64) * (DIM // 2) + col
+def _norm_weights(q_norm_ptr, k_norm_ptr, col, col_inside, is_q, DIM: tl.constexpr):
+    """Those of both halves."""
+    first = _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, is_q)
+    return first, _norm_weight(q_norm_ptr, k_norm_ptr, col + DIM // 2, col_inside, is_q)
+
+
+@triton.jit
+def _turn(cos_ptr, sin_ptr, position, col, col_inside, DIM: tl.constexpr):
+    """Cosines and sines of a position, FP32 [1, col]."""
+    place = position.to(tl.int64) * (DIM // 2) + col
     cos = tl.load(cos_ptr + place, mask=col_inside, other=0.0)
     sin = tl.load(sin_ptr + place, mask=col_inside, other=0.0)
     return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _quantize_halves(first, second):
+    """Codes of both halves, FP32 [heads, col] of BF16 values, and each head's scale [heads]."""
+    largest = tl.maximum(amax(first, 1), amax(second, 1), propagate_nan=tl.PropagateNan.ALL)
+    scale = group_scale(largest)
+    return encode_bf16(first, scale[:, None]), encode_bf16(second, scale[:, None]), scale
+
+
+@triton.jit
+def _store_bytes(pointers, codes, wanted):
+    """Codes to pointers where wanted, which neighbours along the last dimension, four at a time, all are or are not."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 b, c, d; setp.ne.b32 p, $6, 0;
+        shr.u32 b, $5, 8; shr.u32 c, $5, 16; shr.u32 d, $5, 24;
+        @p st.global.b8 [$1], $5; @p st.global.b8 [$2], b; @p st.global.b8 [$3], c; @p st.global.b8 [$4], d;
+        mov.b32 $0, 0; }""",
+        "=r,l,l,l,l,r,r", [pointers.to(tl.int64), codes.to(tl.uint8, bitcast=True), wanted.to(tl.uint8)], tl.uint8, False, 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_scales(pointers, scales, wanted):
+    """FP32 scales to pointers where wanted, by each of the threads that have them."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,f,r", [pointers.to(tl.int64), scales, wanted.to(tl.int32)], tl.int32, False, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_codes(
+    first, second, scale, token, slot, head, col, col_inside,
+    q_codes_ptr, q_scales_ptr, key_codes_ptr, key_scales_ptr, value_codes_ptr, value_scales_ptr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of a token's heads, those of queries at `token`, of keys and values at `slot` of their blocks."""
+    is_q, is_k = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    q_row = token * HEADS + head
+    in_block, at = slot // BLOCK_SIZE * KV_HEADS, slot % BLOCK_SIZE
+    k_row = (in_block + head - HEADS) * BLOCK_SIZE + at
+    v_block = in_block + head - (HEADS + KV_HEADS)
+    kv_scale_ptr = tl.where(is_k, key_scales_ptr + k_row, value_scales_ptr + v_block * BLOCK_SIZE + at)
+    _store_scales(tl.where(is_q, q_scales_ptr + q_row, kv_scale_ptr), scale, is_q | is_k | is_v)
+    q_place = q_codes_ptr + q_row[:, None] * DIM + col[None, :]
+    tl.store(q_place, first, mask=is_q[:, None] & col_inside[None, :])
+    tl.store(q_place + DIM // 2, second, mask=is_q[:, None] & col_inside[None, :])
+    k_place = key_codes_ptr + k_row[:, None] * DIM + col[None, :]
+    tl.store(k_place, first, mask=is_k[:, None] & col_inside[None, :])
+    tl.store(k_place + DIM // 2, second, mask=is_k[:, None] & col_inside[None, :])
+    v_place = value_codes_ptr + (v_block[:, None] * DIM + col[None, :]) * BLOCK_SIZE + at
+    _store_bytes(v_place, first, is_v[:, None] & col_inside[None, :])
+    _store_bytes(v_place + DIM // 2 * BLOCK_SIZE, second, is_v[:, None] & col_inside[None, :])
 
 
 @triton.jit
@@ -87,10 +159,16 @@ def _split_heads(
     cos_ptr,  # fp32 [positions, DIM / 2]
     sin_ptr,  # fp32 [positions, DIM / 2]
     positions_ptr,  # int32 or int64 [T]
-    rows_ptr,  # int64 [T], row of each token in keys and values; unread without HAS_ROWS: token t has row t
-    q_ptr,  # bf16 [T, HEADS, DIM], out
-    keys_ptr,  # bf16 [R, KV_HEADS, DIM], rows keys_stride apart, out
+    rows_ptr,  # int64 [T], row or slot of each token in keys and values; unread without HAS_ROWS: token t has row t
+    q_ptr,  # bf16 [T, HEADS, DIM], out; this and the next two unwritten with codes and without KEEP
+    keys_ptr,  # bf16 [R, KV_HEADS, DIM], rows keys_stride apart, out; with codes token t has row t
     values_ptr,  # bf16 [R, KV_HEADS, DIM], rows values_stride apart, out
+    q_codes_ptr,  # e4m3 [T, HEADS, DIM], out; this and the next five unwritten without BLOCK_SIZE
+    q_scales_ptr,  # fp32 [T, HEADS], out
+    key_codes_ptr,  # e4m3 [blocks, KV_HEADS, BLOCK_SIZE, DIM], out
+    key_scales_ptr,  # fp32 [blocks, KV_HEADS, BLOCK_SIZE], out
+    value_codes_ptr,  # e4m3 [blocks, KV_HEADS, DIM, BLOCK_SIZE], out
+    value_scales_ptr,  # fp32 like key_scales, out
     eps,
     fused_stride,
     keys_stride,
@@ -103,6 +181,8 @@ def _split_heads(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # tokens a block of codes; 0: BF16
+    KEEP: tl.constexpr,  # with codes, their values besides
 ):
     BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -115,30 +195,42 @@ def _split_heads(
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & col_inside[None, :]
     place = head[:, None] * DIM + col[None, :]
 
+    position = tl.load(positions_ptr + token)
+    row = tl.load(rows_ptr + token) if HAS_ROWS else token
     fused_ptr += token * fused_stride
     a = _biased_half(fused_ptr, place, bias_ptr, place, inside, HAS_BIAS)
     b = _biased_half(fused_ptr, place + DIM // 2, bias_ptr, place + DIM // 2, inside, HAS_BIAS)
+    if HAS_NORM:
+        first_weight, second_weight = _norm_weights(q_norm_ptr, k_norm_ptr, col, col_inside, is_q, DIM)
+    cos, sin = _turn(cos_ptr, sin_ptr, position, col, col_inside, DIM)
     first, second = a, b
     if HAS_NORM:
         inverse = inverse_rms(tl.sum(a * a, 1) + tl.sum(b * b, 1), eps, DIM)[:, None]
-        first = a * inverse * _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, is_q)
-        second = b * inverse * _norm_weight(q_norm_ptr, k_norm_ptr, col + DIM // 2, col_inside, is_q)
+        first, second = a * inverse * first_weight, b * inverse * second_weight
         first, second = first.to(tl.bfloat16).to(tl.float32), second.to(tl.bfloat16).to(tl.float32)
 
-    cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM)
     turned_first = (first * cos - second * sin).to(tl.bfloat16)
     turned_second = (second * cos + first * sin).to(tl.bfloat16)
-
-    q_place = q_ptr + token * (HEADS * DIM) + place
-    tl.store(q_place, turned_first, mask=is_q[:, None] & inside)
-    tl.store(q_place + DIM // 2, turned_second, mask=is_q[:, None] & inside)
-    row = tl.load(rows_ptr + token) if HAS_ROWS else token
-    k_place = keys_ptr + row * keys_stride + (place - HEADS * DIM)
-    tl.store(k_place, turned_first, mask=is_k[:, None] & inside)
-    tl.store(k_place + DIM // 2, turned_second, mask=is_k[:, None] & inside)
-    v_place = values_ptr + row * values_stride + (place - (HEADS + KV_HEADS) * DIM)
-    tl.store(v_place, a.to(tl.bfloat16), mask=is_v[:, None] & inside)
-    tl.store(v_place + DIM // 2, b.to(tl.bfloat16), mask=is_v[:, None] & inside)
+    if BLOCK_SIZE > 0:
+        a, b = tl.where(is_v[:, None], a, turned_first.to(tl.float32)), tl.where(is_v[:, None], b, turned_second.to(tl.float32))
+        first_code, second_code, scale = _quantize_halves(a, b)
+        _store_codes(
+            first_code, second_code, scale, token, row, head, col, col_inside,
+            q_codes_ptr, q_scales_ptr, key_codes_ptr, key_scales_ptr, value_codes_ptr, value_scales_ptr,
+            HEADS, KV_HEADS, DIM, BLOCK_SIZE,
+        )  # fmt: skip
+        a, b = first_code.to(tl.float32) * scale[:, None], second_code.to(tl.float32) * scale[:, None]
+        turned_first, turned_second, row = a.to(tl.bfloat16), b.to(tl.bfloat16), token
+    if BLOCK_SIZE == 0 or KEEP:
+        q_place = q_ptr + token * (HEADS * DIM) + place
+        tl.store(q_place, turned_first, mask=is_q[:, None] & inside)
+        tl.store(q_place + DIM // 2, turned_second, mask=is_q[:, None] & inside)
+        k_place = keys_ptr + row * keys_stride + (place - HEADS * DIM)
+        tl.store(k_place, turned_first, mask=is_k[:, None] & inside)
+        tl.store(k_place + DIM // 2, turned_second, mask=is_k[:, None] & inside)
+        v_place = values_ptr + row * values_stride + (place - (HEADS + KV_HEADS) * DIM)
+        tl.store(v_place, a.to(tl.bfloat16), mask=is_v[:, None] & inside)
+        tl.store(v_place + DIM // 2, b.to(tl.bfloat16), mask=is_v[:, None] & inside)
 
 
 @triton.jit
@@ -195,8 +287,7 @@ def _split_heads_grad(
     grad_token = tl.where(is_q, dq_token, tl.where(is_k, dk_token, dv_token)).to(tl.int64)
     grad_ptr = tl.where(is_q, dq_ptr, tl.where(is_k, dk_ptr, dv_ptr)) + grad_offset
     if HAS_NORM:
-        first_weight = _norm_weight(q_norm_ptr, k_norm_ptr, col, col_inside, head < HEADS)
-        second_weight = _norm_weight(q_norm_ptr, k_norm_ptr, col + DIM // 2, col_inside, head < HEADS)
+        first_weight, second_weight = _norm_weights(q_norm_ptr, k_norm_ptr, col, col_inside, head < HEADS, DIM)
     first_total = tl.zeros((BLOCK, HALF), tl.float32)
     second_total = tl.zeros((BLOCK, HALF), tl.float32)
 
@@ -205,7 +296,7 @@ def _split_heads_grad(
         token = tl.cast(index, tl.int64)
         dfirst = _half(grad_ptr + token * grad_token, 0, inside)
         dsecond = _half(grad_ptr + token * grad_token, DIM // 2, inside)
-        cos, sin = _turn(cos_ptr, sin_ptr, positions_ptr, token, col, col_inside, DIM)
+        cos, sin = _turn(cos_ptr, sin_ptr, tl.load(positions_ptr + token), col, col_inside, DIM)
         first = (dfirst * cos + dsecond * sin).to(tl.bfloat16).to(tl.float32)
         second = (dsecond * cos - dfirst * sin).to(tl.bfloat16).to(tl.float32)
         if HAS_NORM:
@@ -276,32 +367,80 @@ def split_heads(
     cos, sin: FP32 [P, dim / 2]; positions: int32 or int64 [T]; keys, values: BF16 [R, kv_heads, dim], any row stride;
     rows: int64 [T], or None where token t has row t.
     """
-    sizes, blocks, warps = _tile(shape)
-    assert fused.shape[1] == shape.width and (q_norm is None) == (k_norm is None)
-    for cache in (keys, values):
-        assert cache.shape[1:] == (shape.kv_heads, shape.dim) and cache[:1].is_contiguous(), "gaps in a row of keys or values"
-    tokens = fused.shape[0]
+    q = torch.empty(fused.shape[0], shape.heads, shape.dim, dtype=torch.bfloat16, device=fused.device)
     operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
-    q = torch.empty(tokens, shape.heads, shape.dim, dtype=torch.bfloat16, device=fused.device)
-    _split_heads[(tokens * blocks,)](
+    _launch_split(operands, bias is not None, q_norm is not None, eps, positions, shape, (q, keys, values), rows, (), 0)
+    return q
+
+
+def split_heads_fp8(
+    fused: Tensor,
+    bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    shape: Heads,
+    target: Target,
+    keep: bool,
+) -> tuple[Quantized, tuple[Tensor, ...]]:
+    """`split_heads` for an FP8 cache: codes of queries [T, heads, dim] with scales [T, heads]; those of keys and values go to
+    `target`, whose blocks must have no gaps. If `keep`, also q, keys and values of the tokens, codes times scales, BF16
+    [T, heads or kv_heads, dim].
+    """
+    tokens, (blocks, kv_heads, size, dim) = fused.shape[0], target.keys.shape
+    assert (kv_heads, dim) == (shape.kv_heads, shape.dim) and target.values.shape == (blocks, kv_heads, dim, size)
+    assert target.key_scales is not None and target.value_scales is not None and target.rows is not None
+    caches = target.keys, target.key_scales, target.values, target.value_scales
+    assert all(x.is_contiguous() for x in caches), "gaps in a layer's blocks"
+    codes = torch.empty(tokens, shape.heads, dim, dtype=E4M3, device=fused.device)
+    q = Quantized(codes, torch.empty(tokens, shape.heads, device=fused.device))
+    plain = tuple(fused.new_empty(tokens if keep else 0, heads, dim) for heads in (shape.heads, kv_heads, kv_heads))
+    operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
+    there = (q.codes, q.scales, *caches)
+    _launch_split(operands, bias is not None, q_norm is not None, eps, positions, shape, plain, target.rows, there, size)
+    return q, plain if keep else ()
+
+
+def _launch_split(
+    operands: tuple[Tensor, ...],
+    has_bias: bool,
+    has_norm: bool,
+    eps: float,
+    positions: Tensor,
+    shape: Heads,
+    plain: tuple[Tensor, ...],
+    rows: Tensor | None,
+    codes: tuple[Tensor, ...],
+    block_size: int,
+) -> None:
+    """plain: q, keys and values in BF16, empty where not wanted; codes: six tensors, or none with a block size of 0."""
+    sizes, blocks, warps = _tile(shape)
+    for cache in plain[1:]:
+        assert cache.shape[1:] == (shape.kv_heads, shape.dim) and cache[:1].is_contiguous(), "gaps in a row of keys or values"
+    fused, q_norm, k_norm = operands[0], *operands[2:4]
+    assert fused.shape[1] == shape.width and (q_norm is fused) == (k_norm is fused) == (not has_norm)
+    _split_heads[(fused.shape[0] * blocks,)](
         *operands,
         positions,
         positions if rows is None else rows,
-        q,
-        keys,
-        values,
+        *plain,
+        *(codes or (None,) * 6),
         eps,
-        operands[0].stride(0),
-        keys.stride(0),
-        values.stride(0),
+        fused.stride(0),
+        plain[1].stride(0),
+        plain[2].stride(0),
         **sizes,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=q_norm is not None,
+        HAS_BIAS=has_bias,
+        HAS_NORM=has_norm,
         HAS_ROWS=rows is not None,
+        BLOCK_SIZE=block_size,
+        KEEP=plain[0].shape[0] > 0,
         num_warps=warps,
         enable_fp_fusion=False,
     )
-    return q
 
 
 def split_heads_grad(
