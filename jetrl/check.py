@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from jetrl.config import FlowName
+from jetrl.config import FlowName, KVCacheName
 from jetrl.flow import build_flow
 from jetrl.kernels.select import device_of
 from jetrl.model.config import read_config
@@ -24,23 +24,26 @@ from jetrl.model.sources import resolve_model
 from jetrl.model.transformer import Trace, Transformer
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request, Rollout
-from jetrl.rollout.engine import Engine, EngineLimits, EngineStats
+from jetrl.rollout.engine import Engine, EngineLimits
+from jetrl.rollout.generation import Stats
 
 
-def model_to_check(name: str, flow: FlowName, device: str, random_layers: int | None, seed: int) -> Transformer:
+def model_to_check(
+    name: str, flow: FlowName, device: str, random_layers: int | None, seed: int, kv_cache: KVCacheName = "bf16"
+) -> Transformer:
     """The trainer's model of an exact flow, its weights loaded, or random in so many layers of the sizes that `name` has.
 
     Raises ValueError for a flow that promises no equal bits, and for a name that is no model and no size.
     """
     source = resolve_model(name) if random_layers is None else None
     config = replace(shape_of(name), num_layers=random_layers) if source is None else read_config(source)
-    graph = build_flow(flow, config)
+    graph = build_flow(flow, config, kv_cache)
     if not graph.exact:
         raise ValueError(f"flow {flow!r} promises no equal bits, so there is nothing to prove; use fp8 or bf16")
-    layers = graph.trainer_layers(config)
+    layers, kv_fp8 = graph.trainer_layers(config), graph.trainer_kv_fp8
     if source is not None:
-        return Transformer.of_folder(source, config, layers, device_of(device))
-    return Transformer.random(config, layers, device_of(device), seed)
+        return Transformer.of_folder(source, config, layers, device_of(device), kv_fp8)
+    return Transformer.random(config, layers, device_of(device), seed, kv_fp8)
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,7 +152,7 @@ def engine_recording(
     limits: EngineLimits,
     temperature: float,
     device: Device = None,
-) -> tuple[Recording, list[list[float]], EngineStats]:
+) -> tuple[Recording, list[list[float]], Stats]:
     """The engine, forced to follow sequences from prompts of the given lengths; with it each completion's logprobs.
 
     Neighbours with the same prompt run as one group, so that they share its blocks.
@@ -232,7 +235,7 @@ def check_model(model: Transformer, tokens: int = 512, seed: int = 0, temperatur
         ("decode", case.prompts, 1 << 20, 16, False),
         ("decode, {} preemptions", case.prompts, 61, 3, True),
     ):
-        limits = _limits(case.sequences, batch, block_size, tight)
+        limits = _limits(case.sequences, batch, max(block_size, model.least_block), tight)
         recording, logprobs, stats = engine_recording(model, case.sequences, prompts, limits, temperature)
         name = name.format(stats.preemptions)
         results.append(reference.compare(recording, f"{name} = trainer forward"))
@@ -259,7 +262,8 @@ def _sampled(model: Transformer, case: _Case) -> CheckResult:
     length = max(1, min(32, model.config.max_position_embeddings - max(case.prompts)))
     prompts = dict.fromkeys(tuple(s[:p]) for s, p in zip(case.sequences, case.prompts, strict=True))
     requests = [Request(list(p), [sample_seed(0, 0, i, j) for j in range(2)], length) for i, p in enumerate(prompts)]
-    limits = EngineLimits(len(requests) * 2, 64, (max(case.prompts) + length + 16) * len(requests) * 2, 16)
+    block = max(16, model.least_block)
+    limits = EngineLimits(len(requests) * 2, 64, (max(case.prompts) + length + block) * len(requests) * 2, block)
     completions = Engine(model, limits, model.config.eos_token_ids).generate(requests, case.temperature)
     pairs = [(r.prompt, c) for r, group in zip(requests, completions, strict=True) for c in group]
     sampled = _Case([p + c.token_ids for p, c in pairs], [len(p) for p, _ in pairs], case.temperature)
@@ -274,7 +278,7 @@ def diagnose(engine_model: Transformer, model: Transformer, rollout: Rollout, to
     case = _Case([sequence], [len(prompt)], temperature)
     # Kept on the CPU: a long rollout of a large model would not fit beside it.
     reference, hidden = trainer_recording(model, case.sequences, "cpu")
-    limits = _limits(case.sequences, 1 << 20, 16)
+    limits = _limits(case.sequences, 1 << 20, max(16, engine_model.least_block))
     recording, logprobs, _ = engine_recording(engine_model, case.sequences, case.prompts, limits, temperature, "cpu")
     found = reference.compare(recording, "replay")
     head = f"problem {rollout.prompt.problem.id}, completion token {token} (position {len(prompt) + token}): "

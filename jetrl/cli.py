@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from jetrl.config import DeviceName, FlowName, load_config
+from jetrl.config import DeviceName, FlowName, KVCacheName, load_config
 from jetrl.kernels.memory import keep_freed_memory
 from jetrl.rl.types import MismatchError
 
@@ -33,7 +35,13 @@ ConfigFile = Annotated[Path, typer.Argument(help="a YAML file, for instance conf
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, dotted keys: flow=bf16 optimizer.lr=1e-5")]
 ModelName = Annotated[str, typer.Argument(help="`demo`, `smollm2`, a Hugging Face model folder, or a hub id")]
 FlowOption = Annotated[FlowName, typer.Option(help="precision flow")]
+CacheOption = Annotated[KVCacheName, typer.Option(help="keys, values and attention's products")]
 DeviceOption = Annotated[DeviceName, typer.Option(help="auto: a Hopper GPU if there is one, else the CPU")]
+
+OUT_HELP = (
+    "write JSONL with tokens and log-probabilities here, a line a completion, as soon as all of a prompt have ended, so in no "
+    "order: `index` is the prompt's number, from 0; what is written stays if the command is interrupted"
+)
 
 bench = typer.Typer(help="Measure our kernels on a Hopper GPU: FP8 beside BF16, and beside the roofline.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -74,7 +82,7 @@ def train(
 
 
 def _show_plan(s: Setup) -> None:
-    from jetrl.plan import memory_plan, parameter_count
+    from jetrl.plan import describe_cache, memory_plan, parameter_count, peak
 
     b, config = s.batches, s.config
     _table(
@@ -94,12 +102,12 @@ def _show_plan(s: Setup) -> None:
             ("completions of an optimizer step", f"{b.per_update} in at most {b.microbatches} microbatches"),
             ("longest sequence", f"{b.longest} tokens"),
             ("running together", b.limits.max_sequences),
-            ("KV cache", f"{b.limits.cache_tokens} tokens in blocks of {b.limits.block_size}"),
+            ("KV cache", describe_cache(config, b)),
             *[("note", note) for note in s.notes],
         ],
     )
     rows = memory_plan(config, s.model, b)
-    rows.append(("together", sum(gb for _, gb in rows)))
+    rows.append(("at most, at one time", peak(rows)))
     _table(f"Memory on a {'GPU' if s.device.type == 'cuda' else 'CPU'}", [(name, f"{gb:8.3f} GB") for name, gb in rows if gb])
 
 
@@ -135,8 +143,9 @@ def generate(
     model: ModelName,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="a prompt; may be given several times")] = None,
     file: Annotated[Path | None, typer.Option(help="prompts: one a line, or JSONL with a `prompt`")] = None,
-    out: Annotated[Path | None, typer.Option(help="write JSONL with tokens and log-probabilities here")] = None,
+    out: Annotated[Path | None, typer.Option(help=OUT_HELP)] = None,
     flow: FlowOption = "fp8",
+    kv_cache: CacheOption = "bf16",
     chat: Annotated[bool, typer.Option(help="put each prompt into the chat template")] = False,
     samples: Annotated[int, typer.Option(min=1, help="completions of each prompt")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
@@ -153,12 +162,20 @@ def generate(
     if out:  # a path that cannot be written is found out before the work
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
-    rows, speed = generate_texts(model, flow, prompts, chat, samples, max_tokens, temperature, seed, device, console)
+    found = generate_texts(model, flow, kv_cache, prompts, chat, samples, max_tokens, temperature, seed, device, console)
+    rows: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    with out.open("w", encoding="utf-8") if out else nullcontext() as lines:
+        for ended in found:
+            rows += ended
+            if lines:
+                lines.write("".join(json.dumps(row) + "\n" for row in ended))
+                lines.flush()
+    speed = sum(len(row["token_ids"]) for row in rows) / max(time.perf_counter() - start, 1e-9)
     if out:
-        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
         console.print(f"{len(rows)} completions in {out}, {speed:,.0f} tokens/s")
         return
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["index"]):
         console.print(row["prompt"], style="dim", end="", markup=False, highlight=False)
         console.print(row["completion"], markup=False, highlight=False)
     console.print(f"{speed:,.0f} tokens/s", style="dim")
@@ -168,6 +185,7 @@ def generate(
 def check(
     model: ModelName,
     flow: FlowOption = "fp8",
+    kv_cache: CacheOption = "bf16",
     tokens: Annotated[int, typer.Option(min=8, help="about so many random tokens in all")] = 512,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: DeviceOption = "auto",
@@ -178,10 +196,10 @@ def check(
     """Prove that engine and trainer agree to the bit, operator by operator; exit status 1 if they do not."""
     from jetrl.check import check_model, model_to_check
 
-    transformer = model_to_check(model, flow, device, random_layers, seed)
+    transformer = model_to_check(model, flow, device, random_layers, seed, kv_cache)
     results = check_model(transformer, tokens, seed)
     weights = "" if random_layers is None else f", {random_layers} random layers"
-    table = Table(title=f"{model}{weights}, flow {flow}, {transformer.device}", title_justify="left")
+    table = Table(title=f"{model}{weights}, flow {flow}, kv_cache {kv_cache}, {transformer.device}", title_justify="left")
     table.add_column("claim")
     for column in ("rows", "tensors", "differing rows"):
         table.add_column(column, justify="right")
@@ -201,6 +219,7 @@ def check(
 def flow(
     name: Annotated[FlowName, typer.Argument(help="fp8, bf16 or fp8_rollout")] = "fp8",
     model: Annotated[str | None, typer.Option(help="a model, for its biases and head norms")] = None,
+    kv_cache: CacheOption = "bf16",
     svg: Annotated[Path | None, typer.Option(help="draw the flow into this file")] = None,
 ) -> None:
     """Print a precision flow as a table, and draw it."""
@@ -208,8 +227,8 @@ def flow(
     from jetrl.model.config import read_config
     from jetrl.model.sources import resolve_model
 
-    graph = build_flow(name, read_config(resolve_model(model)) if model else None)
-    table = Table(title=f"flow {name}", title_justify="left")
+    graph = build_flow(name, read_config(resolve_model(model)) if model else None, kv_cache)
+    table = Table(title=f"flow {name}, kv_cache {kv_cache}", title_justify="left")
     for column in ("operator", "reads", "weight", "writes", "inside", "where"):
         table.add_column(column, no_wrap=column in ("operator", "where"), overflow="fold")
     for row in flow_table(graph):
@@ -307,6 +326,22 @@ def bench_head(shape: ShapeOption = "qwen3-8b", tokens: TokensOption = 8192, fil
     from jetrl.bench.run import run_bench
 
     run_bench("head", shape, tokens, file, console)
+
+
+@bench.command("rollout")
+def bench_rollout(
+    shape: ShapeOption = "qwen3-8b",
+    cases: Annotated[str, typer.Option(help="which, with commas between them")] = "wide,middle,narrow,tail",
+    flows: Annotated[str, typer.Option(help="one model after the other; kv8: FP8 keys and values")] = "fp8,fp8+kv8,bf16",
+    tail_sequences: Annotated[int, typer.Option(min=1, help="sequences of `tail` that run together")] = 256,
+    check: Annotated[int, typer.Option(min=0, help="sampled tokens of a case that the trainer scores again")] = 200_000,
+    profile: Annotated[bool, typer.Option("--profile", help="also the kernels of a decode step in mid-run")] = False,
+    file: JsonOption = None,
+) -> None:
+    """Generation with a whole model of random weights: output tokens/s, the mean decode step, and differing bits."""
+    from jetrl.bench.run import run_rollout
+
+    run_rollout(shape, cases, flows, tail_sequences, check, profile, file, console)
 
 
 def main() -> None:

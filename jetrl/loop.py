@@ -47,6 +47,10 @@ class Generator(Protocol):
 
     def published(self, policy_version: int) -> None: ...
 
+    def sleep(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
 
 class Learner(Protocol):
     """The training side. `accumulate` returns what it saw: loss, mismatch, first_difference, entropy, tokens."""
@@ -179,6 +183,7 @@ def assign_advantages(rollouts: list[Rollout], group_size: int, kind: Any) -> No
 
 def update(job: Job, step: int, rollouts: list[Rollout], clock: Clock) -> dict[str, float]:
     """The optimizer steps on one batch of rollouts; returns their metrics, added up or averaged."""
+    job.generator.sleep()  # training takes the memory of the KV cache
     updates = job.config.algorithm.updates_per_step
     size = len(rollouts) // updates
     old = None
@@ -229,7 +234,7 @@ def require_exact(job: Job, step: int, rollouts: Sequence[Rollout], seen: Any) -
 def record(job: Job, step: int, rollouts: list[Rollout], values: dict[str, float], clock: Clock) -> None:
     """Write the row of a step, and samples of its rollouts."""
     sampled = sum(len(r.completion.token_ids) for r in rollouts)
-    speed = {"throughput/rollout": sampled / max(clock.seconds["rollout"], 1e-9)}
+    speed = {"throughput/rollout": sampled / max(clock.seconds["rollout"], 1e-9)} | job.generator.metrics()
     memory = {"memory/peak_gb": job.peak_memory_gb()}
     job.monitor.train(step, rollout_metrics(rollouts) | values | clock.metrics() | speed | memory)
     job.monitor.samples(step, [r for r in rollouts if r.group < SAMPLED_GROUPS])

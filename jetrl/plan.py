@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from jetrl.config import RunConfig
 from jetrl.kernels.select import device_of
 from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names
+from jetrl.model.context import CacheKind, bytes_per_token, check_block_size
 from jetrl.rollout.engine import EngineLimits, plan_cache
 
 GB = 1e9
@@ -17,6 +20,9 @@ _PUBLISHED = {
     "cpu": {"fp8": 1 + 8, "bf16": 2 + 8},  # codes or values, and the float64 operand
     "cuda": {"fp8": 1 + 1, "bf16": 2},  # codes and their transpose
 }
+_CACHE, _ACTIVATIONS = "KV cache, in rollouts", "activations of one microbatch, in training"
+_ANY = 1 << 60  # tokens
+_RESERVE_GB = 6.0  # of a GPU: libraries, captured graphs, logits, and what a prefill step holds
 _TRAINING = {"cpu": 4 + 8 + 8, "cuda": 4 + 8 + 4}  # FP32 master, two FP32 moments, the gradient
 
 
@@ -26,6 +32,7 @@ class BatchPlan:
 
     longest: int  # tokens of the longest prompt with a full completion
     limits: EngineLimits
+    wanted_cache: int  # tokens of a cache that holds all running sequences at full length; the limits may have less
     completions: int  # a step
     per_update: int  # completions of one optimizer step
     microbatches: int  # of one optimizer step, at most
@@ -33,8 +40,13 @@ class BatchPlan:
 
 
 def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> BatchPlan:
-    """Derive the batch numbers. Raises ValueError when a prompt with a full completion fits neither the model nor the cache."""
+    """Derive the batch numbers. Raises ValueError when a prompt with a full completion fits neither the model nor the cache,
+    and for a block size that the device cannot read.
+
+    The cache holds all running sequences at full length, or on a GPU what fits beside all that stays there.
+    """
     rollout = config.rollout
+    check_block_size(config.kv_cache, rollout.block_size, device_of(config.device))
     longest = longest_prompt + rollout.max_completion_tokens
     if longest > model.max_position_embeddings:
         raise ValueError(
@@ -47,13 +59,15 @@ def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> 
     running = min(rollout.max_sequences, max(completions, config.eval.prompts * config.eval.samples))
     per_sequence = -(-longest // rollout.block_size) * rollout.block_size
     # One more block a running sequence: a prompt block kept for the rest of its group.
-    cache = rollout.cache_tokens or running * (per_sequence + rollout.block_size)
+    wanted = running * (per_sequence + rollout.block_size)
+    stays = sum(gb for _, gb in _standing(config, model))
+    cache = rollout.cache_tokens or min(wanted, cache_that_fits(model, config.kv_cache, device_of(config.device), stays))
     limits = EngineLimits(running, rollout.max_batch_tokens, cache, rollout.block_size)
     plan_cache(limits, longest)
     per_update = completions // config.algorithm.updates_per_step
     microbatch = max(1, config.optimizer.microbatch_tokens // longest)
     updates = config.steps * config.algorithm.updates_per_step
-    return BatchPlan(longest, limits, completions, per_update, -(-per_update // microbatch), updates)
+    return BatchPlan(longest, limits, wanted, completions, per_update, -(-per_update // microbatch), updates)
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -61,8 +75,16 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
-def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> list[tuple[str, float]]:
-    """What a run holds on its device, name and GB. Activations are of one microbatch; the rest lives all the time."""
+def cache_that_fits(model: ModelConfig, kind: CacheKind, device: torch.device, standing_gb: float) -> int:
+    """Tokens of a KV cache beside `standing_gb` that stay on the GPU; without one no limit is known, and this is very large."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return _ANY
+    left = torch.cuda.get_device_properties(device).total_memory - GB * (standing_gb + _RESERVE_GB)
+    return max(0, int(left // bytes_per_token(kind, model.num_layers, model.num_kv_heads, model.head_dim)))
+
+
+def _standing(config: RunConfig, model: ModelConfig) -> list[tuple[str, float]]:
+    """What stays on the device during rollout and training, name and GB."""
     count = parameter_count(model)
     shapes = parameter_shapes(model)
     linear = sum(prod(shapes[name]) for name in linear_names(model))
@@ -72,17 +94,42 @@ def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> li
     per = _PUBLISHED[device]
     published = sum(linear * per[kind] + head * per["bf16"] for kind in layouts)
     reference = linear * per[layouts[0]] + head * per["bf16"] if config.algorithm.kl_coef else 0
-    cache = batches.limits.cache_tokens * model.num_layers * 2 * model.kv_size * 2
+    return [
+        ("weights as the kernels read them", published / GB),
+        ("reference model for the KL", reference / GB),
+        ("masters, moments and gradients", count * _TRAINING[device] / GB),
+        *([("Python and its libraries", 0.6)] if device == "cpu" else []),
+    ]
+
+
+def memory_plan(config: RunConfig, model: ModelConfig, batches: BatchPlan) -> list[tuple[str, float]]:
+    """What a run holds on its device, name and GB. The cache is there during rollouts, the activations in training."""
+    per_token = bytes_per_token(config.kv_cache, model.num_layers, model.num_kv_heads, model.head_dim)
+    cache = batches.limits.cache_tokens * per_token
     # A layer keeps, per token: residual and norms, q k v, attention, gate and up, and the FP8 or BF16 inputs of four products.
     width = 8 * model.hidden_size + 4 * (model.q_size + 2 * model.kv_size) + 7 * model.intermediate_size
     tokens = max(config.optimizer.microbatch_tokens, batches.longest)
     tokens = min(tokens, batches.per_update * batches.longest)
     activations = tokens * model.num_layers * width
     return [
-        ("weights as the kernels read them", published / GB),
-        ("reference model for the KL", reference / GB),
-        ("masters, moments and gradients", count * _TRAINING[device] / GB),
-        ("KV cache", cache / GB),
-        ("activations of one microbatch", activations / GB),
-        *([("Python and its libraries", 0.6)] if device == "cpu" else []),
+        *_standing(config, model),
+        (_CACHE, cache / GB),
+        (_ACTIVATIONS, activations / GB),
     ]
+
+
+def peak(rows: list[tuple[str, float]]) -> float:
+    """GB of the larger phase of `memory_plan`: training takes the memory that the cache had."""
+    phases = [gb for name, gb in rows if name in (_CACHE, _ACTIVATIONS)]
+    return sum(gb for _, gb in rows) - min(phases)
+
+
+def describe_cache(config: RunConfig, batches: BatchPlan) -> str:
+    """The KV cache in words."""
+    limits = batches.limits
+    text = f"{limits.cache_tokens:,} tokens in blocks of {limits.block_size}, {config.kv_cache}"
+    if limits.cache_tokens >= batches.wanted_cache:
+        return f"{text}: {limits.max_sequences} sequences at full length"
+    reason = "rollout.cache_tokens" if config.rollout.cache_tokens else "what fits"
+    wanted = f"{batches.wanted_cache:,} would hold {limits.max_sequences} sequences at full length"
+    return f"{text}: {reason}; {wanted}, with less some wait or are preempted"

@@ -77,7 +77,7 @@ def setup(config: RunConfig) -> Setup:
     """Resolve model, task, prompts, batches and flow. Raises ValueError for whatever would fail later."""
     source = resolve_model(config.model)
     model = read_config(source)
-    flow = build_flow(config.flow, model)
+    flow = build_flow(config.flow, model, config.kv_cache)
     check_flow(flow)
     device_of(config.device)
     tokenizer = load_tokenizer(source, model)
@@ -147,10 +147,13 @@ class RunMonitor:
 
 
 def _models(s: Setup) -> tuple[Transformer, Transformer]:
-    """The trainer's model and the engine's: one object where both sides have the same FP8 layers."""
-    trainer_layers, rollout_layers = s.flow.trainer_layers(s.model), s.flow.rollout_layers(s.model)
-    trainer = Transformer(s.model, trainer_layers, s.device)
-    return trainer, trainer if set(trainer_layers) == set(rollout_layers) else Transformer(s.model, rollout_layers, s.device)
+    """The trainer's model and the engine's: one object where both sides have the same FP8 layers and attention."""
+    flow = s.flow
+    trainer = Transformer(s.model, flow.trainer_layers(s.model), s.device, flow.trainer_kv_fp8)
+    sampling = frozenset(flow.rollout_layers(s.model)), flow.rollout_kv_fp8
+    return trainer, trainer if sampling == (trainer.fp8_layers, trainer.kv_fp8) else Transformer(
+        s.model, sampling[0], s.device, sampling[1]
+    )
 
 
 def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: Callable[[], bool]) -> Job:
@@ -160,7 +163,7 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
     weights = load_weights(s.source, model)
     reference = None
     if config.algorithm.kl_coef:
-        reference = Transformer(model, s.flow.trainer_layers(model), training.device)
+        reference = Transformer(model, training.fp8_layers, training.device, training.kv_fp8)
         reference.load(weights)
     temperature = config.rollout.temperature
     objective = Objective(
@@ -169,12 +172,13 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
     trainer = Trainer(training, weights, objective, [] if sampling is training else [sampling], reference)
     layers = sorted(s.flow.trainer_layers(model))
     checkpoint = latest_checkpoint(run) if resume else None
-    start = load_state(checkpoint, trainer, config.flow, layers).step if checkpoint else 0
+    start = load_state(checkpoint, trainer, config.flow, layers, config.kv_cache).step if checkpoint else 0
     engine = Engine(sampling, s.batches.limits, s.eos)
     engine.published(trainer.policy_version)
 
     def save(step: int) -> None:
-        state = State(step, trainer.policy_version, trainer.optimizer.steps, trainer.optimizer.skipped, config.flow, layers)
+        counts = step, trainer.policy_version, trainer.optimizer.steps, trainer.optimizer.skipped
+        state = State(*counts, config.flow, layers, config.kv_cache)
         save_state(run, trainer, state, model, s.source)
 
     def prompts(step: int) -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,3 +36,14 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         from jetrl.kernels import select
 
         monkeypatch.setattr(select, "missing", lambda: "this test is one of the CPU")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny models: threads that share so small products take longer than one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from jetrl.bench import attention, gemm, head, layer, run, timing
+from jetrl.bench import attention, gemm, head, layer, profiling, run, timing
 from jetrl.bench.shapes import products, shape_of
 from jetrl.bench.table import Row, Table, Target, as_json, at_least, render, total
 from jetrl.bench.timing import BF16_NOMINAL, FP8_NOMINAL, Ceilings
@@ -109,6 +109,16 @@ def test_decode_counts_keys_and_values_once() -> None:
     assert attention.decode_row(QWEN, (16, 8192), fastest, CEILINGS, judged=True).target is None
 
 
+def test_an_fp8_cache_is_measured_by_its_own_bytes_and_against_bf16() -> None:
+    fastest = 1e6 * 2 * 64 * 4096 * 8 * (128 + 4) / 4e12
+    row = attention.fp8_row(QWEN, (64, 4096), {"fp8": 2 * fastest, "bf16": 3 * fastest}, CEILINGS, judged=True)
+    assert row.roofline == pytest.approx(fastest) and row.extra["TB/s"] == "2.00"
+    assert row.ratio == pytest.approx(1.5) and row.target and row.target.met
+    slow = attention.fp8_row(QWEN, (64, 4096), {"fp8": 1.0, "bf16": 1.39}, CEILINGS, judged=True)
+    assert slow.target and not slow.target.met
+    assert attention.fp8_row(QWEN, (256, 768), {"fp8": 1.0, "bf16": 1.0}, CEILINGS, judged=True).target is None
+
+
 def test_layer_rows() -> None:
     times = {"fp8": 100.0, "bf16": 160.0, "fast": 150.0, "overwriting": 140.0}
     lengths = [1024] * 8
@@ -130,12 +140,12 @@ def test_layer_rows() -> None:
 
 def test_the_longest_kernels_come_first() -> None:
     kernels = {f"void kernel_{i}<[x]>": (6, 30.0 * i) for i in range(25)}
-    rows = layer.kernel_rows(kernels, 3)
-    assert len(rows) == layer.KERNELS + 1
+    rows = profiling.kernel_rows(kernels, 3)
+    assert len(rows) == profiling.KERNELS + 1
     assert (rows[0].case, rows[0].ours, rows[0].extra["launches"]) == ("kernel_24<[x]>", 240.0, "2")
     assert rows[-1].ours == pytest.approx(10.0 * sum(range(25)))
     assert "kernel_24<[x]>" in text_of(Table("kernels", rows, "time"))
-    assert layer.kernel_rows({}, 3) == []
+    assert profiling.kernel_rows({}, 3) == []
 
 
 def test_head_rows() -> None:

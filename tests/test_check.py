@@ -34,6 +34,15 @@ def test_every_family_is_exact_in_both_flows(family: str, flow: Any) -> None:
     assert {r.tensors for r in forward} == {2 + 2 * 13}  # embed and final norm; thirteen records a layer
 
 
+@pytest.mark.parametrize(("family", "flow", "tokens"), [("qwen3", "fp8", 512), ("llama", "bf16", 64), ("mistral", "fp8", 64)])
+def test_an_fp8_cache_is_exact(family: str, flow: Any, tokens: int) -> None:
+    """The longest sequence has keys in three tiles, blocks are of 16 and of 3 tokens."""
+    for result in check_model(tiny_model(family, flow, kv_fp8=True), tokens):
+        assert (result.differing, result.first) == (0, None), result
+        if "logprob" not in result.name:
+            assert result.tensors == 2 + 2 * 16  # with the scales of queries, keys and values
+
+
 @pytest.mark.parametrize(("tokens", "positions"), [(8, 512), (64, 512), (512, 512), (1024, 2048), (512, 32), (512, 9)])
 def test_the_random_case_covers_what_the_claims_need(tokens: int, positions: int) -> None:
     model = tiny_model("mistral", "bf16", num_layers=1, hidden_size=8, intermediate_size=8, num_heads=1, head_dim=8,

@@ -170,8 +170,10 @@ def test_generate(shell: Shell) -> None:
     for file in ("p.txt", "p.jsonl"):
         code, out, _ = shell("generate", shell.model, "--file", file, "--out", "deep/out.jsonl", *options)
         assert code == 0 and "4 completions in deep/out.jsonl" in out
-        tables.append([json.loads(line) for line in Path("deep/out.jsonl").read_text(encoding="utf-8").splitlines()])
+        lines = [json.loads(line) for line in Path("deep/out.jsonl").read_text(encoding="utf-8").splitlines()]
+        tables.append(sorted(lines, key=lambda row: row["index"]))
     assert tables[0] == tables[1]
+    assert [row["index"] for row in tables[0]] == [0, 0, 1, 1]
     assert [row["prompt"] for row in tables[0]] == ["1+2=", "1+2=", "3+4=", "3+4="]
     for row in tables[0]:
         assert 1 <= len(row["token_ids"]) == len(row["logprobs"]) <= 5 and max(row["logprobs"]) <= 0
@@ -182,25 +184,49 @@ def test_generate(shell: Shell) -> None:
     assert "line 1: a JSON object with a `prompt`" in shell.refused("generate", shell.model, "--file", "p.jsonl")
 
 
-@pytest.mark.parametrize("flow", ["fp8", "bf16"])
-def test_check(shell: Shell, flow: str) -> None:
-    code, out, _ = shell("check", shell.model, "--flow", flow, "--tokens", 60)
-    assert code == 0
+def test_generate_keeps_what_has_ended_when_it_is_interrupted(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jetrl.evaluate as evaluate
+    from jetrl.rollout.engine import Engine
+
+    monkeypatch.setattr(evaluate, "_RUNNING", 1)  # one after the other
+    monkeypatch.setattr(evaluate, "_SAID_EVERY", 0.0)
+    prompts = [word for p in ("1+2=", "3+4=", "5+6=") for word in ("--prompt", p)]
+    words = ("generate", shell.model, *prompts, "--samples", 2, "--max-tokens", 4, "--out", "out.jsonl")
+    code, out, err = shell(*words)
+    assert code == 0 and "6 completions in out.jsonl" in out
+    assert re.search(r"^3/6 completions, [\d,]+ tokens/s, 0 s$", err, re.M) and "6/6 completions" in err
+    whole = Path("out.jsonl").read_text(encoding="utf-8").splitlines()
+    real = Engine.step
+
+    def interrupted(engine: Engine, generation: Any) -> None:
+        if generation.finished == 5:
+            raise KeyboardInterrupt
+        real(engine, generation)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert shell(*words)[0] != 0
+    assert Path("out.jsonl").read_text(encoding="utf-8").splitlines() == whole[:4]
+
+
+@pytest.mark.parametrize(("flow", "kv_cache"), [("fp8", "bf16"), ("bf16", "bf16"), ("fp8", "fp8")])
+def test_check(shell: Shell, flow: str, kv_cache: str) -> None:
+    code, out, _ = shell("check", shell.model, "--flow", flow, "--kv-cache", kv_cache, "--tokens", 60)
+    assert code == 0 and f"flow {flow}, kv_cache {kv_cache}" in out
     claims = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│")]
     assert len(claims) >= 8 and all(int(claim[-1]) == 0 for claim in claims)
     assert "zero differing bits" in out
 
 
 def test_check_ends_with_status_1_when_bits_differ(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jetrl.rollout.engine as engine
+    from jetrl.model.transformer import Transformer
 
-    real = engine.next_tokens
+    real = Transformer.next_tokens
 
-    def wrong(*arguments: Any) -> tuple[list[int], list[float]]:
+    def wrong(*arguments: Any) -> tuple[Any, Any]:
         tokens, logprobs = real(*arguments)
-        return tokens, [logprob * 1.001 for logprob in logprobs]
+        return tokens, logprobs * 1.001
 
-    monkeypatch.setattr(engine, "next_tokens", wrong)
+    monkeypatch.setattr(Transformer, "next_tokens", wrong)
     code, out, _ = shell("check", shell.model, "--tokens", 60)
     assert code == 1 and "first difference in logprob" in out and "zero differing bits" not in out
 
@@ -209,6 +235,7 @@ def test_flow(shell: Shell) -> None:
     code, out, _ = shell("flow", "fp8_rollout", "--svg", "f.svg")
     assert code == 0 and "E4M3 1x128" in out and Path("f.svg").read_text(encoding="utf-8").lstrip().startswith("<svg")
     assert "exact: the rollout is a subgraph" in shell("flow", "fp8", "--model", shell.model)[1]
+    assert "1xhead" not in out and "E4M3 1xhead" in shell("flow", "bf16", "--kv-cache", "fp8")[1]
     assert "exact: the rollout is a subgraph" not in out
 
 

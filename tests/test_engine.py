@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl.model.context import PackedContext
+from jetrl.model.context import PackedContext, bytes_per_token
 from jetrl.model.transformer import Transformer
 from jetrl.rl.seeds import sample_seed, uniform
 from jetrl.rl.types import Completion, Request
 from jetrl.rollout.engine import Engine, EngineLimits
 from tests.tiny_models import EOS, FAMILIES, random_weights, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOMY = EngineLimits(64, 1 << 20, 4096, 16)
 LENGTH = 10
@@ -25,8 +27,8 @@ LONGEST = 23 + LENGTH
 
 
 @cache
-def model_of(family: str = "qwen2", flow: Any = "fp8") -> Transformer:
-    return tiny_model(family, flow)
+def model_of(family: str = "qwen2", flow: Any = "fp8", kv_fp8: bool = False) -> Transformer:
+    return tiny_model(family, flow, kv_fp8=kv_fp8)
 
 
 def requests_of(group: int = 3) -> list[Request]:
@@ -93,22 +95,39 @@ def test_an_engine_can_be_used_again(expected: list[list[Completion]]) -> None:
     assert engine.generate(requests_of(), 0.9) == expected
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("flow", ["fp8", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_trainers_to_the_bit(family: str, flow: str, temperature: float) -> None:
-    results, _ = generate(EngineLimits(6, 40, 160, 4), None, temperature, family=family, flow=flow)
-    pairs = [(r.prompt, c) for r, group in zip(requests_of(), results, strict=True) for c in group]
-    model = model_of(family, flow)
+def require_the_trainers_logprobs(
+    model: Transformer, requests: list[Request], results: list[list[Completion]], temperature: float
+) -> None:
+    """Each sampled token's log-probability is, to the bit, what the training forward gives it."""
+    pairs = [(r.prompt, c) for r, group in zip(requests, results, strict=True) for c in group]
     tokens = [p + c.token_ids[:-1] for p, c in pairs]
-    hidden = model.forward(torch.tensor([t for s in tokens for t in s]), PackedContext.of([len(s) for s in tokens]))
+    hidden = model.forward(torch.tensor([t for s in tokens for t in s]), model.packed([len(s) for s in tokens]))
     assert hidden.requires_grad
     rows = torch.cat([h[len(p) - 1 :] for (p, _), h in zip(pairs, hidden.split([len(s) for s in tokens]), strict=True)])
     chosen = torch.tensor([t for _, c in pairs for t in c.token_ids])
     theirs, _ = model.chosen_logprobs(rows, chosen, temperature)
     ours = torch.tensor([x for _, c in pairs for x in c.logprobs], dtype=torch.float64)
     assert torch.equal(ours.float().double(), ours)  # each is a float32
-    assert torch.equal(ours.float().view(torch.int32), theirs.detach().view(torch.int32))
+    assert torch.equal(ours.float().view(torch.int32), theirs.detach().cpu().view(torch.int32))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("flow", ["fp8", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_the_trainers_to_the_bit(family: str, flow: str, temperature: float) -> None:
+    results, _ = generate(EngineLimits(6, 40, 160, 4), None, temperature, family=family, flow=flow)
+    require_the_trainers_logprobs(model_of(family, flow), requests_of(), results, temperature)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_fp8_cache_is_as_exact(lag: int) -> None:
+    model = model_of("qwen3", "fp8", True)
+    wanted = Engine(model, ROOMY, EOS).generate(requests_of(), 0.9)
+    require_the_trainers_logprobs(model, requests_of(), wanted, 0.9)
+    for limits in (LIMITS["smallest cache, chunks"], LIMITS["blocks larger than any sequence"]):
+        engine = Engine(model, limits, EOS)
+        engine.lag = lag
+        assert engine.generate(requests_of(), 0.9) == wanted
 
 
 # --- What is sampled
@@ -261,6 +280,96 @@ def test_progress_counts_up_to_all(expected: list[list[Completion]]) -> None:
 def test_nothing_to_do() -> None:
     assert generate(requests=[])[0] == []
     assert generate(requests=[Request([1], [], 4)])[0] == [[]]
+
+
+# --- Between generations: kept prefixes, and memory that comes and goes
+
+COMMON = [7 * i % 61 for i in range(40)]  # two blocks of 16 and a half
+
+
+def alike(*tails: int) -> list[Request]:
+    """Groups whose prompts begin alike."""
+    return [Request([*COMMON, tail], [sample_seed(1, 0, tail, s) for s in range(2)], 6) for tail in tails]
+
+
+def test_a_prefix_is_computed_once_in_a_policy_version_and_changes_no_bit() -> None:
+    fresh = [Engine(model_of(), ROOMY, ()).generate([r], 0.9) for r in alike(1, 2, 3)]
+    engine = Engine(model_of(), ROOMY, ())
+    computed = []
+    for request, wanted in zip(alike(1, 2, 3), fresh, strict=True):
+        assert engine.generate([request], 0.9) == wanted
+        computed.append(engine.stats.computed_tokens)
+    decoded = 2 * 5  # the last token of a completion is never computed
+    assert computed == [41 + decoded, 41 - 32 + decoded, 41 - 32 + decoded]
+    engine.published(1)
+    assert engine._pool.free == engine._pool.count
+    again = engine.generate(alike(2), 0.9)
+    assert engine.stats.computed_tokens == 41 + decoded
+    assert [[replace(c, policy_version=0) for c in group] for group in again] == fresh[1]
+
+
+def test_a_prefix_serves_those_who_come_later_in_the_same_generation() -> None:
+    engine = Engine(model_of(), replace(ROOMY, max_sequences=1), ())
+    results = engine.generate(alike(1, 2, 3), 0.9)
+    assert engine.stats.computed_tokens == 41 + 2 * (41 - 32) + 3 * (2 * 5)
+    assert results == Engine(model_of(), ROOMY, ()).generate(alike(1, 2, 3), 0.9)
+
+
+def test_the_last_token_of_a_prompt_is_computed_even_if_all_of_it_is_kept() -> None:
+    request = Request(COMMON[:32], [5], 3)
+    engine = Engine(model_of(), ROOMY, ())
+    first = engine.generate([request], 0.9)
+    assert engine.generate([request], 0.9) == first
+    assert engine.stats.computed_tokens == 16 + 2
+    assert engine.generate([replace(request, prompt=COMMON[:33])], 0.9) and engine.stats.computed_tokens == 1 + 2
+
+
+def test_new_weights_do_not_meet_old_prefixes() -> None:
+    model = tiny_model("qwen3", seed=1)
+    engine = Engine(model, ROOMY, EOS)
+    for version, seed in enumerate((1, 2, 1, 3)):
+        model.load(random_weights(model.config, seed))
+        engine.published(version)
+        fresh = Engine(tiny_model("qwen3", seed=seed), ROOMY, EOS)
+        fresh.published(version)
+        for _ in range(2):
+            assert engine.generate(alike(1, 2), 0.9) == fresh.generate(alike(1, 2), 0.9)
+
+
+def test_kept_prefixes_make_room_for_sequences_before_anything_is_preempted() -> None:
+    engine = Engine(model_of(), EngineLimits(1, 64, 48, 4), ())
+    for tail in range(5):
+        engine.generate([Request([tail] * 20, [0], 6)], 0.9)
+        assert engine.stats.preemptions == 0
+        assert engine._pool.free + len(engine._prefixes) == 12
+    assert len(engine._prefixes) >= 10
+
+
+def test_a_sleeping_engine_holds_no_cache_and_wakes_to_the_same_results(expected: list[list[Completion]]) -> None:
+    engine = Engine(model_of(), EngineLimits(5, 7, 36, 4), EOS)
+    storage = engine._memory.bytes.untyped_storage()
+    size = storage.nbytes()
+    assert size >= 36 * bytes_per_token("bf16", 2, 2, 12) and engine.generate(requests_of(), 0.9) == expected
+    for woken in (True, False):
+        engine.sleep()
+        engine.sleep()
+        assert storage.nbytes() == 0 and engine._pool.free == engine._pool.count
+        if woken:
+            engine.wake()
+            engine.wake()
+            assert storage.nbytes() == size
+        assert engine.generate(requests_of(), 0.9) == expected  # one that sleeps is woken by it
+        assert storage.nbytes() == size
+    assert engine._machine.cache.keys.untyped_storage().data_ptr() == storage.data_ptr()
+
+
+def test_the_engines_checksum_is_the_models() -> None:
+    model = tiny_model("qwen3", seed=1)
+    engine = Engine(model, ROOMY, EOS)
+    first = engine.checksum()
+    assert first == model.checksum()
+    model.load(random_weights(model.config, 2))
+    assert first != engine.checksum() == tiny_model("qwen3", seed=2).checksum()
 
 
 # --- Refusals

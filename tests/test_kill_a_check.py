@@ -48,7 +48,26 @@ def crafted(change: Callable[[dict[str, Tensor]], None], family: str = "qwen2", 
     return model
 
 
+def fp8_cache() -> Transformer:
+    return tiny_model("qwen2", "fp8", kv_fp8=True, **SIZES)
+
+
+def small_values() -> Transformer:
+    """Values of layer 0 around 1e-6."""
+    model = fp8_cache()
+    weights = random_weights(model.config)
+    weights["layers.0.qkv"][-48:] *= 1e-6
+    weights["layers.0.qkv_bias"][-48:] *= 1e-6
+    model.load(weights)
+    return model
+
+
 # --- Quantiser and matrix products
+
+
+def _head_codes(x: Tensor, inverse: bool = False, floor: float = quant.AMAX_FLOOR) -> quant.Quantized:
+    q = _quantized(x.reshape(-1, x.shape[-1]), floor, inverse)
+    return quant.Quantized(q.codes.view(x.shape), q.scales.view(x.shape[:-1]))
 
 
 def _quantized(
@@ -291,6 +310,21 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "attention: scale in float32": Mutation(attention, "_weights", _float32_scale, ANY_LAYER + "attention", prompt=160),
     "attention: normalised first": Mutation(attention, "_attend", _normalised_first, "layers.0.attention"),
+    "FP8 queries: product with the inverse": Mutation(
+        cpu, "quantize_heads", lambda o, x: _head_codes(x, True), "layers.0.query", fp8_cache
+    ),
+    "FP8 values: the floor of another quantiser": Mutation(
+        cpu, "quantize_heads", lambda o, x: _head_codes(x, floor=1e-4), "layers.0.values", small_values
+    ),
+    "FP8 probabilities: not rounded": Mutation(
+        attention, "_probability_codes", lambda o, p, factor: p * factor, "layers.0.attention", fp8_cache
+    ),
+    "FP8 probabilities: rounded without the values' scales": Mutation(
+        attention, "_probability_codes", lambda o, p, f: o(p, f * 0 + 448.0) * f / 448.0, "layers.0.attention", fp8_cache
+    ),
+    "FP8 attention: sum of rounded probabilities": Mutation(
+        attention, "order_free_sum", lambda o, p, bits: o(p.bfloat16().double(), bits), "layers.0.attention", fp8_cache
+    ),
     "head: float32 product": Mutation(logprob, "distribution", _float32_logits, "logprob", prompt=8, completion=60),
     "head: temperature afterwards": Mutation(logprob, "distribution", _temperature_after, "logprob", prompt=8),
     "head: float32 log": Mutation(logprob, "distribution", _float32_log, "logprob", prompt=8, completion=60),
@@ -370,8 +404,10 @@ def test_check_model_fails_in_every_claim_about_the_engine(monkeypatch: pytest.M
 
 
 def test_check_model_sees_a_wrong_copy_of_a_shared_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(original: Any, self: KVCache, source: int, target: int, tokens: int) -> None:
-        original(self, source, target, tokens - 1)
+    def short(original: Any, self: KVCache, source: int, target: int) -> None:
+        original(self, source, target)
+        for tensor in self.tensors:
+            tensor[:, target * self.block_size] = 0  # the block's first token
 
     engine_only(monkeypatch, KVCache, "copy_block", short)
     results = {r.name: r for r in check_model(model_of(), 128)}

@@ -69,6 +69,12 @@ class World:
     def published(self, policy_version: int) -> None:
         self.log.append(f"published {policy_version}")
 
+    def sleep(self) -> None:
+        self.log.append("sleep")
+
+    def metrics(self) -> dict[str, float]:
+        return {"throughput/decode": 12.5}
+
     def grade(self, pairs: list[tuple[Problem, str]]) -> list[Grade]:
         assert all(text == "5 6 7" for _, text in pairs)
         if not pairs[0][0].id.startswith(HELD_OUT):
@@ -135,8 +141,8 @@ def test_the_order_of_a_run() -> None:
     assert train(w.job()) == 2
     assert w.log == [
         "generate eval", "eval 0",
-        "generate at version 0", "grade", "accumulate 8", "apply", "published 1", "row 1",
-        "generate at version 1", "grade", "accumulate 8", "apply", "published 2", "row 2",
+        "generate at version 0", "grade", "sleep", "accumulate 8", "apply", "published 1", "row 1",
+        "generate at version 1", "grade", "sleep", "accumulate 8", "apply", "published 2", "row 2",
         "generate eval", "eval 2", ("save", 2),
     ]  # fmt: skip
     assert w.events == []
@@ -148,7 +154,8 @@ def test_what_a_row_says() -> None:
     train(w.job())
     row = w.train_rows[1]
     expected = {"logprob_diff/max": 0.0, "token_diff/tokens": 12.0, "loss/total": 0.25, "entropy": 2.0, "grad_norm": 1.0,
-                "policy_version": 1, "optimizer/skipped": 0, "reward/mean": 0.5, "memory/peak_gb": 1.5}  # fmt: skip
+                "policy_version": 1, "optimizer/skipped": 0, "reward/mean": 0.5, "memory/peak_gb": 1.5,
+                "throughput/decode": 12.5}  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     assert {"time/rollout", "time/grade", "time/train", "time/publish", "time/step"} <= row.keys()
     assert "time/old_logprobs" not in row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from jetrl.config import RunConfig, parse_config
 from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names, read_config
-from jetrl.plan import memory_plan, parameter_count, plan_batches
+from jetrl.plan import describe_cache, memory_plan, parameter_count, peak, plan_batches
 from tests.random_models import random_model
 from tests.tiny_runs import SIZES, tiny_model
 
@@ -41,7 +42,7 @@ def test_batch_numbers(model: ModelConfig) -> None:
     assert (plan.longest, plan.completions, plan.per_update, plan.updates) == (60, 24, 8, 30)
     assert plan.microbatches == 3  # three sequences of 60 fit 200 tokens; 8 of them need 3 microbatches
     assert plan.limits.max_sequences == 24
-    assert plan.limits.cache_tokens == 24 * (64 + 16)  # whole blocks, and one for the prompt that the group shares
+    assert plan.limits.cache_tokens == 24 * (64 + 64)  # whole blocks, and one for the prompt that the group shares
 
 
 @pytest.mark.parametrize(
@@ -88,11 +89,12 @@ def test_memory_grows_with_what_needs_it(model: ModelConfig) -> None:
     base = plan()
     assert base["reference model for the KL"] == 0 and all(v >= 0 for v in base.values())
     assert base["masters, moments and gradients"] == parameter_count(model) * 20 / 1e9
-    assert base["KV cache"] == 24 * 80 * 2 * 2 * 16 * 2 / 1e9  # tokens, layers, keys and values, width, bytes
+    assert base["KV cache, in rollouts"] == 24 * 128 * 2 * 2 * 16 * 2 / 1e9  # tokens, layers, keys and values, width, bytes
     assert plan(algorithm={"kl_coef": 0.1})["reference model for the KL"] > 0
     assert plan(flow="fp8_rollout")["weights as the kernels read them"] > base["weights as the kernels read them"]
+    assert plan(kv_cache="fp8")["KV cache, in rollouts"] == 24 * 128 * 2 * 2 * 1 * (16 + 4) / 1e9  # one key head: a scale
     small = plan(optimizer={"microbatch_tokens": 60})
-    assert small["activations of one microbatch"] < base["activations of one microbatch"]
+    assert small["activations of one microbatch, in training"] < base["activations of one microbatch, in training"]
 
 
 def test_a_gpu_keeps_codes_and_their_transposes_and_fp32_gradients(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +111,32 @@ def test_a_gpu_keeps_codes_and_their_transposes_and_fp32_gradients(model: ModelC
     assert plan("cpu", "fp8")[what] == (9 * linear + 10 * head) / 1e9
     gpu, cpu = plan("cuda", "fp8"), plan("cpu", "fp8")
     assert gpu["masters, moments and gradients"] == parameter_count(model) * 16 / 1e9
-    assert gpu["KV cache"] == cpu["KV cache"]
+    assert gpu["KV cache, in rollouts"] == cpu["KV cache, in rollouts"]
     assert "Python and its libraries" in cpu and "Python and its libraries" not in gpu
+
+
+def test_the_phases_share_the_memory(model: ModelConfig) -> None:
+    settings = config()
+    rows = memory_plan(settings, model, plan_batches(settings, model, 10))
+    phases = [gb for name, gb in rows if "rollouts" in name or "training" in name]
+    assert len(phases) == 2
+    assert peak(rows) == pytest.approx(sum(gb for _, gb in rows) - min(phases))
+
+
+def test_a_cache_on_a_gpu_is_what_fits_and_says_so(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetrl.plan.device_of", lambda name: torch.device(name))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    fixed = config(device="cuda", rollout={"cache_tokens": 1100})
+    rows = memory_plan(fixed, model, plan_batches(fixed, model, 10))
+    standing = sum(gb for name, gb in rows if "KV" not in name and "activations" not in name)
+    room = (standing + 6.0) * 1e9 + 700 * 2 * 2 * 2 * 16 + 1  # and 700 tokens of keys and values
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=room))
+    on_gpu = config(device="cuda")
+    plan = plan_batches(on_gpu, model, 10)
+    assert plan.wanted_cache == 24 * 128
+    assert plan.limits.cache_tokens == 700
+    assert "what fits; 3,072 would hold 24 sequences at full length" in describe_cache(on_gpu, plan)
+    assert plan_batches(fixed, model, 10).limits.cache_tokens == 1100
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=1e9))
+    with pytest.raises(ValueError, match="the KV cache holds 0 blocks"):
+        plan_batches(on_gpu, model, 10)

@@ -17,7 +17,7 @@ from jetrl.config import load_config, parse_config
 from jetrl.model.checkpoint import load_weights
 from jetrl.model.config import read_config
 from jetrl.run import run_training
-from jetrl.train.state import checkpoint_folder, checkpoint_step, latest_checkpoint
+from jetrl.train.state import checkpoint_folder, checkpoint_step, latest_checkpoint, load_state
 from tests.tiny_runs import own_task, rows, tiny_config, tiny_model
 
 
@@ -167,6 +167,22 @@ def test_another_run_is_refused_and_nothing_is_touched(setting: Setting, changes
         run_training(setting.config("other", steps=9, **changes), resume=True)
     assert [word for word in [*words, "step-000004", "config.yaml"] if word not in str(caught.value)] == []
     assert snapshot(run) == before
+
+
+def test_an_fp8_cache_is_exact_in_a_run_and_belongs_to_its_checkpoints(setting: Setting) -> None:
+    assert run_training(setting.config("codes", steps=2, kv_cache="fp8"))
+    run = setting.root / "codes"
+    assert all(r["logprob_diff/max"] == 0.0 and r["grad_norm"] > 0 for r in rows(run) if r["kind"] == "train")
+    assert rows(run) != rows(setting.whole)[: len(rows(run))], "another policy samples"
+    folder = checkpoint_folder(run, 2)
+    state = json.loads((folder / "state.json").read_text())
+    assert state["kv_cache"] == "fp8"
+    with pytest.raises(ValueError, match="kv_cache 'fp8', but the run has flow 'fp8' with 8 and kv_cache 'bf16'"):
+        load_state(folder, None, "fp8", state["fp8_layers"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"kv_cache \(was 'fp8', now 'bf16'\)"):
+        run_training(setting.config("codes"), resume=True)
+    assert run_training(setting.config("codes", kv_cache="fp8"), resume=True)
+    assert latest_checkpoint(run) == checkpoint_folder(run, 4)
 
 
 def test_another_model_is_refused(setting: Setting) -> None:

@@ -137,19 +137,20 @@ def test_a_failure_before_the_first_step_names_its_cause_and_leaves_the_folder_u
 def test_a_failure_in_the_middle_keeps_what_was_done(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's log-probabilities are moved by one unit in the last place from the third step on."""
     import torch
+    from torch import Tensor
 
-    import jetrl.rollout.engine as engine
+    from jetrl.model.transformer import Transformer
 
-    real = engine.next_tokens
+    real = Transformer.next_tokens
     run = tmp_path / "run"
 
-    def moved(*arguments: Any) -> tuple[list[int], list[float]]:
+    def moved(*arguments: Any) -> tuple[Tensor, Tensor]:
         tokens, logprobs = real(*arguments)
         if sum(row["kind"] == "train" for row in rows(run)) < 2:
             return tokens, logprobs
-        return tokens, torch.nextafter(torch.tensor(logprobs), torch.tensor(0.0)).tolist()
+        return tokens, torch.nextafter(logprobs, torch.tensor(0.0))
 
-    monkeypatch.setattr(engine, "next_tokens", moved)
+    monkeypatch.setattr(Transformer, "next_tokens", moved)
     config = tiny_config(model, run, task=own_task(tmp_path))
     with pytest.raises(MismatchError, match=r"step 3: .*tokens differ.*hidden states agree; first difference.*logprob"):
         run_training(config)
@@ -157,7 +158,7 @@ def test_a_failure_in_the_middle_keeps_what_was_done(model: Path, tmp_path: Path
     assert differences[:2] == [0.0, 0.0] and 0 < differences[2] < 1e-5
     assert "mismatch in an exact flow" in [row.get("event") for row in rows(run)]
     assert (run / "report.html").is_file() and not summarize(read_run(run)).exact
-    monkeypatch.setattr(engine, "next_tokens", real)
+    monkeypatch.setattr(Transformer, "next_tokens", real)
     assert run_training(config, resume=True)  # from the checkpoint that the failure left
     unbroken = tmp_path / "unbroken"
     assert run_training(tiny_config(model, unbroken, task=own_task(tmp_path)))

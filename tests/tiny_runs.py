@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
 }
 # What a clock or a machine decides, in a row of metrics.jsonl.
-_MEASURED = ("time", "throughput/", "memory/")
+_MEASURED = ("time", "throughput/", "memory/", "rollout/prefill_seconds", "rollout/decode_seconds")
 
 
 def tiny_model(folder: Path, family: str = "llama", **changes: Any) -> Path:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels import attention, gemm, logprob, norm
+from jetrl.kernels import attention, gemm, lanes, logprob, norm
+from jetrl.kernels.arena import CpuArena
 from jetrl.kernels.attention import Layout
 from jetrl.kernels.gemm import Bf16Weight, Fp8Weight
-from jetrl.kernels.ops import Activation, Heads, HeadWeights, Spec, Target
-from jetrl.kernels.quant import TokenGroups
+from jetrl.kernels.lanes import DecodeInputs, Lanes
+from jetrl.kernels.ops import Activation, Heads, HeadWeights, Operand, Spec, Target
+from jetrl.kernels.quant import Quantized, TokenGroups, dequantize_heads, quantize_heads
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,21 +65,27 @@ class CpuOps:
         gemm.grad_weight(dy.tokens, x.tokens, groups, accumulator)
 
     def split_heads(
-        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target, keep: bool
+    ) -> tuple[Operand, Operand, Operand, tuple[Tensor, ...]]:
+        assert heads.fp8 == (target.key_scales is not None), "the cache is not of the model's kind"
         q, k, v = _parts(add_bias(fused, weights.bias), heads)
         if weights.q_norm is not None and weights.k_norm is not None:
             q, k = norm.rms_norm(q, weights.q_norm, heads.eps), norm.rms_norm(k, weights.k_norm, heads.eps)
         cos, sin = heads.cos[positions], heads.sin[positions]
-        k, v = attention.prepare(norm.rotary(k, cos, sin), v)
+        q, k = norm.rotary(q, cos, sin), norm.rotary(k, cos, sin)
+        if heads.fp8:
+            parts = [quantize_heads(x) for x in (q, k, v)]
+            target.store(parts[1], parts[2])
+            return parts[0], *target.codes, tuple(map(dequantize_heads, parts)) if keep else ()
+        k, v = attention.prepare(k, v)
         rows = slice(None) if target.rows is None else target.rows
         target.keys[rows], target.values[rows] = k, v
-        return norm.rotary(q, cos, sin), target.keys, target.values
+        return q, target.keys, target.values, (q, target.keys, target.values)
 
     def split_heads_grad(
         self, grads: tuple[Tensor, Tensor, Tensor], fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The grids of `prepare` pass gradients straight through."""
+        """The grids of `prepare` and the quantiser pass gradients straight through."""
         dq, dk, dv = grads
         cos, sin = heads.cos[positions], heads.sin[positions]
         dq, dk = norm.rotary(dq, cos, -sin), norm.rotary(dk, cos, -sin)
@@ -88,9 +96,16 @@ class CpuOps:
             dk, dk_norm = norm.rms_norm_grad(dk, k, weights.k_norm, heads.eps)
         return torch.cat([x.flatten(1) for x in (dq, dk, dv)], 1), dq_norm, dk_norm
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Layout, keep: bool) -> tuple[Tensor, None]:
-        del keep
-        return attention.attention(q, keys, values, layout), None
+    def attention(
+        self, q: Operand, keys: Operand, values: Operand, layout: Layout, spec: Spec
+    ) -> tuple[Activation, Tensor, None]:
+        if isinstance(q, Quantized):
+            assert isinstance(keys, Quantized) and isinstance(values, Quantized)
+            out = attention.attention_fp8(q, keys, values, layout)
+        else:
+            assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+            out = attention.attention(q, keys, values, layout)
+        return self.activation(out.flatten(1), spec), out, None
 
     def attention_grad(
         self, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None, layout: Layout
@@ -131,6 +146,15 @@ class CpuOps:
             tokens[part] = torch.where(forced[part] >= 0, forced[part], drawn)
             logprobs[part] = rows.logprobs(tokens[part])
         return tokens, logprobs
+
+    def begin(self, running: Lanes, step: Tensor) -> DecodeInputs:
+        return lanes.begin(running, step)
+
+    def end(self, running: Lanes, lane: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        return lanes.end(running, lane, tokens, logprobs)
+
+    def arena(self, size: int) -> CpuArena:
+        return CpuArena(size)
 
 
 def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,6 +53,10 @@ class Fp8Weight:
     def dequantized(self) -> Tensor:
         return quant.dequantize_weight(self.quantized, self.parts)
 
+    def published(self) -> list[Tensor]:
+        """What a publish wrote."""
+        return [self.quantized.codes, self.quantized.scales]
+
 
 @dataclass(slots=True)
 class Bf16Weight:

@@ -22,7 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from jetrl.kernels.arena import Arena
+from jetrl.kernels.lanes import DecodeInputs, Lanes
 from jetrl.kernels.quant import Quantized, TokenGroups
+
+Operand = Tensor | Quantized  # of attention: BF16, or codes and scales
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,7 +52,7 @@ class Activation:
         if self.rows is None:
             assert self.value is not None
             return {"": self.value}
-        return {"": self.rows.codes.view(torch.uint8), ".scales": self.rows.scales}
+        return self.rows.tensors()
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +65,7 @@ class Heads:
     eps: float  # of the q and k norms
     cos: Tensor  # float32 [positions, dim / 2]
     sin: Tensor  # float32 [positions, dim / 2]
+    fp8: bool = False  # q, k and v are quantised, each head of each token by itself, before attention reads them
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,11 +79,47 @@ class HeadWeights:
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """Where new keys and values go."""
+    """Where new keys and values go: BF16 rows, or blocks of codes, whose slots are `block * block_size + offset`."""
 
-    keys: Tensor  # BF16 [R, kv_heads, dim]
-    values: Tensor  # BF16 [R, kv_heads, dim]
-    rows: Tensor | None  # int64 [T], the row of each token; None: token t is row t
+    keys: Tensor  # BF16 [R, kv_heads, dim]; E4M3 [blocks, kv_heads, block_size, dim]
+    values: Tensor  # BF16 [R, kv_heads, dim]; E4M3 [blocks, kv_heads, dim, block_size], as the product over keys wants them
+    rows: Tensor | None  # int64 [T], the row or slot of each token; None: token t is row t
+    key_scales: Tensor | None = None  # FP32 [blocks, kv_heads, block_size]
+    value_scales: Tensor | None = None  # like key_scales
+
+    @property
+    def codes(self) -> tuple[Quantized, Quantized]:
+        """Keys and values of an FP8 cache as attention reads them."""
+        assert self.key_scales is not None and self.value_scales is not None
+        return Quantized(self.keys, self.key_scales), Quantized(self.values, self.value_scales)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Block of each token and its place within, int64 [T] each; of codes."""
+        assert self.rows is not None and self.key_scales is not None
+        size = self.key_scales.shape[2]
+        return self.rows // size, self.rows % size
+
+    def store(self, keys: Quantized, values: Quantized) -> None:
+        """Put codes [T, kv_heads, dim] and scales [T, kv_heads] of the new tokens in their places."""
+        assert self.key_scales is not None and self.value_scales is not None
+        block, at = self.places
+        self.keys.view(torch.uint8)[block, :, at] = keys.codes.view(torch.uint8)
+        self.values.view(torch.uint8)[block, :, :, at] = values.codes.view(torch.uint8)
+        self.key_scales[block, :, at], self.value_scales[block, :, at] = keys.scales, values.scales
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What lies there of each token, by suffix: for recordings."""
+        if self.key_scales is None or self.value_scales is None:
+            rows = slice(None) if self.rows is None else self.rows
+            return {".keys": self.keys[rows], ".values": self.values[rows]}
+        block, at = self.places
+        return {
+            ".keys": self.keys.view(torch.uint8)[block, :, at],
+            ".keys.scales": self.key_scales[block, :, at],
+            ".values": self.values.view(torch.uint8)[block, :, :, at],
+            ".values.scales": self.value_scales[block, :, at],
+        }
 
 
 class Ops(Protocol):
@@ -124,9 +165,13 @@ class Ops(Protocol):
         ...
 
     def split_heads(
-        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """From qkv [T, width] to q BF16 [T, heads, dim] and the flat keys and values, the new ones written to `target`."""
+        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target, keep: bool
+    ) -> tuple[Operand, Operand, Operand, tuple[Tensor, ...]]:
+        """From qkv [T, width] to q [T, heads, dim] and all keys and values, the new ones written to `target`.
+
+        BF16, or with `heads.fp8` codes and scales [T, heads]. If `keep`, also q, keys and values as `attention_grad` reads
+        them: the same in BF16, or the new tokens' codes times scales, rounded to BF16 [T, heads or kv_heads, dim].
+        """
         ...
 
     def split_heads_grad(
@@ -135,8 +180,13 @@ class Ops(Protocol):
         """From the gradients of q, k, v to that of `fused`, BF16, and those of the q and k norms' weights."""
         ...
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Any, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """Causal attention, BF16 like q; and, if `keep`, what its gradient needs of the softmax."""
+    def attention(
+        self, q: Operand, keys: Operand, values: Operand, layout: Any, spec: Spec
+    ) -> tuple[Activation, Tensor | None, Tensor | None]:
+        """Causal attention as the product downstream reads it, [T, heads * dim].
+
+        With `spec.groups` also for its gradient: the same in BF16 [T, heads, dim], and what it needs of the softmax.
+        """
         ...
 
     def attention_grad(
@@ -175,4 +225,19 @@ class Ops(Protocol):
         uniforms: float64 [R] in [0, 1); forced: int64 [R], -1 where the token is to be drawn. Temperature 0 takes the most
         likely token, with its log-probability at temperature 1. A row whose logits are not finite has a log-probability of NaN.
         """
+        ...
+
+    def begin(self, running: Lanes, step: Tensor) -> DecodeInputs:
+        """The inputs of a decode step, see `kernels.lanes`. step: int32 [3, R]."""
+        ...
+
+    def end(self, running: Lanes, lane: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Book sampled tokens, int64 [R], of lanes, int32 [R].
+
+        Returns int32 [2, R]: the token, or -1 where the lane took no part, and the bits of its log-probability.
+        """
+        ...
+
+    def arena(self, size: int) -> Arena:
+        """`size` bytes at a fixed place, whose memory can be given back. Raises ValueError if there is not so much."""
         ...

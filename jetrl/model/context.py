@@ -13,24 +13,35 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import Bucket, Layout, Sequences
+from jetrl.kernels.attention import Bucket, LaneSequences, Layout, Sequences
+from jetrl.kernels.lanes import DecodeInputs, Lanes
 from jetrl.kernels.ops import Target
-from jetrl.kernels.quant import TokenGroups, token_groups
+from jetrl.kernels.quant import E4M3, TokenGroups, token_groups
+
+CacheKind = Literal["bf16", "fp8"]
+FP8_BLOCK = 64  # keys that a GPU's kernel of FP8 attention reads at once, from one block
 
 _SMALLEST_KEYS, _SMALLEST_QUERIES = 64, 16  # buckets below these sizes would cost more calls than padding
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, by a copy that nobody waits for."""
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Context(Protocol):
     """Positions and token groups of the flat tokens, and where a layer's keys and values lie."""
 
     positions: Tensor  # int64 [T]
-    layout: Layout | Sequences  # on a CPU, on a GPU
+    layout: Layout | Sequences | LaneSequences  # on a CPU, on a GPU
     groups: TokenGroups | None  # only when gradients are wanted
 
     def target(self, layer: int, kv_heads: int, dim: int) -> Target:
@@ -50,8 +61,9 @@ def build_layout(query_lengths: list[int], context_lengths: list[int], key_rows:
     included. `key_rows(sequences [S], positions [S, K])` gives the flat row of each key, int64 [S, K].
     """
     members: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for sequence, lengths in enumerate(zip(query_lengths, context_lengths, strict=True)):
-        members[_bucket_key(*lengths)].append(sequence)
+    for sequence, (query, context) in enumerate(zip(query_lengths, context_lengths, strict=True)):
+        if query:
+            members[_bucket_key(query, context)].append(sequence)
     lengths, contexts = torch.tensor(query_lengths), torch.tensor(context_lengths)
     starts = lengths.cumsum(0) - lengths
     return Layout([_bucket(torch.tensor(m), starts, lengths, contexts, key_rows) for m in members.values()])
@@ -76,12 +88,17 @@ class PackedContext:
     """Whole sequences packed one behind the other: training, scoring, and the reference of every check."""
 
     positions: Tensor
-    layout: Layout | Sequences
+    layout: Layout | Sequences | LaneSequences
     groups: TokenGroups | None
+    slots: Tensor | None = None  # int64 [T], of each token in the blocks that each layer's codes get; None: BF16, no blocks
+    blocks: tuple[int, int] = (0, 0)  # how many and how large
 
     @staticmethod
-    def of(lengths: list[int], device: torch.device | str = "cpu") -> PackedContext:
-        """Context of sequences with these lengths in tokens."""
+    def of(lengths: list[int], device: torch.device | str = "cpu", kv_fp8: bool = False) -> PackedContext:
+        """Context of sequences with these lengths in tokens.
+
+        With `kv_fp8` keys and values lie in blocks as in the engine: on a GPU each sequence begins one.
+        """
         sizes = torch.tensor(lengths)
         starts = sizes.cumsum(0) - sizes
         positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
@@ -90,35 +107,112 @@ class PackedContext:
             layout = build_layout(lengths, lengths, lambda sequences, position: starts[sequences].unsqueeze(1) + position)
         else:
             layout = Sequences(lengths, lengths, starts.tolist(), None, 0, torch.device(device))
-        return PackedContext(positions.to(device), layout, token_groups(lengths, device))
+        context = PackedContext(positions.to(device), layout, token_groups(lengths, device))
+        if isinstance(layout, Layout) and kv_fp8:
+            context.slots, context.blocks = torch.arange(len(positions)), (1, len(positions))
+        elif isinstance(layout, Sequences) and kv_fp8:
+            context._lay_blocks(lengths)
+        return context
+
+    def _lay_blocks(self, lengths: list[int]) -> None:
+        needed = [-(-n // FP8_BLOCK) for n in lengths]
+        first = torch.tensor(list(accumulate(needed, initial=0)))
+        tables = first[:-1].unsqueeze(1) + torch.arange(max(needed, default=1))
+        gaps = first[:-1] * FP8_BLOCK - (torch.tensor(lengths).cumsum(0) - torch.tensor(lengths))
+        slots = torch.arange(sum(lengths)) + torch.repeat_interleave(gaps, torch.tensor(lengths))
+        device = self.positions.device
+        assert isinstance(self.layout, Sequences)
+        self.layout = replace(self.layout, block_tables=send(tables.int(), device), block_size=FP8_BLOCK)
+        self.slots, self.blocks = send(slots, device), (sum(needed), FP8_BLOCK)
 
     def target(self, layer: int, kv_heads: int, dim: int) -> Target:
+        if self.slots is not None:
+            return KVCache.layer_of_codes(*self.blocks, kv_heads, dim, self.positions.device).target(0, self.slots)
         keys, values = self.positions.new_empty((2, len(self.positions), kv_heads, dim), dtype=torch.bfloat16)
         return Target(keys, values, None)
 
 
 @dataclass(slots=True)
 class KVCache:
-    """Paged keys and values of every layer; a slot is one token's place, `block * block_size + offset`."""
+    """Paged keys and values of every layer; a slot is one token's place, `block * block_size + offset`.
 
-    keys: Tensor  # bfloat16 [layers, slots, kv_heads, D]
-    values: Tensor  # bfloat16 [layers, slots, kv_heads, D]
+    BF16 rows, or E4M3 codes in blocks, values transposed, with a scale for each head of each token (see `kernels.ops.Target`).
+    """
+
+    keys: Tensor  # bfloat16 [layers, slots, kv_heads, D]; E4M3 [layers, blocks, kv_heads, block_size, D]
+    values: Tensor  # bfloat16 [layers, slots, kv_heads, D]; E4M3 [layers, blocks, kv_heads, D, block_size]
     block_size: int
+    key_scales: Tensor | None = None  # float32 [layers, blocks, kv_heads, block_size]
+    value_scales: Tensor | None = None  # like key_scales
 
     @staticmethod
     def allocate(
-        layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device | str = "cpu"
+        layers: int,
+        blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str = "cpu",
+        kind: CacheKind = "bf16",
     ) -> KVCache:
-        """An empty cache of `blocks` blocks of `block_size` tokens."""
-        shape = (layers, blocks * block_size, kv_heads, head_dim)
-        keys, values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-        return KVCache(keys, values, block_size)
+        """An empty cache of `blocks` blocks of `block_size` tokens. Raises ValueError as `check_block_size` does."""
+        check_block_size(kind, block_size, device)
+        size = blocks * block_size * bytes_per_token(kind, layers, kv_heads, head_dim)
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        return KVCache.over(memory, kind, layers, blocks, block_size, kv_heads, head_dim)
 
-    def copy_block(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` slots of a block, in all layers."""
-        old, new = source * self.block_size, target * self.block_size
-        for tensor in (self.keys, self.values):
-            tensor[:, new : new + tokens] = tensor[:, old : old + tokens]
+    @staticmethod
+    def layer_of_codes(blocks: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device | str) -> KVCache:
+        """Blocks of one layer's codes, uninitialised."""
+        size = blocks * block_size * bytes_per_token("fp8", 1, kv_heads, head_dim)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return KVCache.over(memory, "fp8", 1, blocks, block_size, kv_heads, head_dim)
+
+    @staticmethod
+    def over(
+        memory: Tensor, kind: CacheKind, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> KVCache:
+        """A cache in `memory`, uint8, of at least `blocks * block_size` times `bytes_per_token`. Errors: `check_block_size`."""
+        check_block_size(kind, block_size, memory.device)
+        lead, rows = (layers, blocks, kv_heads), (layers, blocks * block_size, kv_heads, head_dim)
+        if kind == "fp8":
+            shapes = [(*lead, block_size, head_dim), (*lead, head_dim, block_size), (*lead, block_size), (*lead, block_size)]
+            dtypes = [E4M3, E4M3, torch.float32, torch.float32]
+        else:
+            shapes, dtypes = [rows, rows], [torch.bfloat16, torch.bfloat16]
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = memory[: sum(sizes)].split(sizes)
+        tensors = [p.view(d).view(s) for p, d, s in zip(parts, dtypes, shapes, strict=True)]
+        return KVCache(tensors[0], tensors[1], block_size, *tensors[2:])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [x for x in (self.keys, self.values, self.key_scales, self.value_scales) if x is not None]
+
+    def target(self, layer: int, slots: Tensor) -> Target:
+        """Where a layer's new keys and values go. slots: int64 [T]."""
+        return Target(self.keys[layer], self.values[layer], slots, *(x[layer] for x in self.tensors[2:]))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block, in all layers."""
+        for tensor in self.tensors:
+            blocks = tensor if self.key_scales is not None else tensor.unflatten(1, (-1, self.block_size))
+            blocks[:, target] = blocks[:, source]
+
+
+def check_block_size(kind: CacheKind, block_size: int, device: torch.device | str) -> None:
+    """Raise ValueError for blocks of codes that a GPU's kernel cannot read."""
+    if kind == "fp8" and torch.device(device).type != "cpu" and block_size % FP8_BLOCK:
+        raise ValueError(
+            f"rollout.block_size is {block_size}, but with kv_cache=fp8 on a GPU blocks hold a multiple of {FP8_BLOCK} tokens; "
+            f"set rollout.block_size={-(-block_size // FP8_BLOCK) * FP8_BLOCK}"
+        )
+
+
+def bytes_per_token(kind: CacheKind, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes of a cache for one token in all layers."""
+    return layers * 2 * kv_heads * (head_dim + 4 if kind == "fp8" else 2 * head_dim)
 
 
 @dataclass(slots=True)
@@ -126,7 +220,7 @@ class PagedContext:
     """New tokens of running sequences, whose earlier keys and values lie in the paged cache."""
 
     positions: Tensor
-    layout: Layout | Sequences
+    layout: Layout | Sequences | LaneSequences
     cache: KVCache
     slot_mapping: Tensor  # int64 [T], slot of each new token
     groups: TokenGroups | None = None
@@ -149,8 +243,27 @@ class PagedContext:
         if device.type == "cpu":
             layout = build_layout(query_lengths, context_lengths, slots)
         else:
-            layout = Sequences(query_lengths, context_lengths, None, block_tables.int().to(device), size, device)
-        return PagedContext(positions.to(device), layout, cache, mapping.to(device))
+            layout = Sequences(query_lengths, context_lengths, None, send(block_tables.int(), device), size, device)
+        return PagedContext(send(positions, device), layout, cache, send(mapping, device))
+
+    @staticmethod
+    def of_lanes(cache: KVCache, lanes: Lanes, lane: Tensor, inputs: DecodeInputs) -> PagedContext:
+        """One new token of each lane [R]. On a GPU nothing here waits for the device or depends on what it holds."""
+        layout: Layout | Sequences | LaneSequences
+        if lane.device.type == "cpu":
+            tables, size = lanes.table[lane.long()].long(), lanes.block_size
+            contexts = (
+                inputs.context[lane.long()].clamp(min=1).tolist()
+            )  # a row that takes no part has its place: any key will do
+
+            def slots(sequences: Tensor, position: Tensor) -> Tensor:
+                return tables[sequences].gather(1, position // size) * size + position % size
+
+            layout = build_layout([1] * len(contexts), contexts, slots)
+        else:
+            by_lane = (inputs.query_start, inputs.query_length, inputs.context)
+            layout = LaneSequences(lane, *by_lane, lanes.table, lanes.block_size)
+        return PagedContext(inputs.positions, layout, cache, inputs.slots)
 
     def target(self, layer: int, kv_heads: int, dim: int) -> Target:
-        return Target(self.cache.keys[layer], self.cache.values[layer], self.slot_mapping)
+        return self.cache.target(layer, self.slot_mapping)

@@ -10,15 +10,15 @@ the addition at a layer's end is fused with the norm that begins the next one.
     x += delta;  h = qkv(norm(x));  q, k, v = rotary(q_k_norms(h + bias));  a = o(attention(q, k, v))
     x += a;      delta = down(silu_mul(gate_up(norm(x))))
 
-Kept per token: the two residual inputs, q, k, v, attention's output, gate and up in BF16, and the inputs of the four
-products as the weight gradient reads them (FP8 in an FP8 layer).
+Kept per token: the two residual inputs, q, k, v (with an FP8 cache: of the codes), attention's output, gate and up in BF16,
+and the inputs of the four products as the weight gradient reads them (FP8 in an FP8 layer).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,16 @@ from jetrl.kernels.quant import TokenGroups
 from jetrl.model.context import Context
 from jetrl.model.leaf import Leaf, tensor_of
 
-Record = Callable[[str, "Tensor | Activation"], None]
+
+class Recordable(Protocol):
+    """Several tensors that are recorded under one name."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by the suffix of their names."""
+        ...
+
+
+Record = Callable[[str, Tensor | Recordable], None]
 
 
 @dataclass(slots=True)
@@ -65,10 +74,8 @@ class Saved:
     x: Tensor  # BF16 [T, H], input of the first norm
     statistics: Tensor | None
     fused: Tensor | None  # BF16 [T, width] before q and k norms, if there are any
-    q: Tensor  # BF16 [T, heads, dim]
-    keys: Tensor
-    values: Tensor
-    attended: Tensor  # BF16 [T, heads, dim]
+    operands: tuple[Tensor, ...]  # q, keys and values as attention's gradient reads them, BF16 [T, heads or kv_heads, dim]
+    attended: Tensor | None  # BF16 [T, heads, dim]; where gradients are wanted
     lse: Tensor | None
     residual: Tensor  # BF16 [T, H], input of the second norm
     residual_statistics: Tensor | None
@@ -79,7 +86,7 @@ class Saved:
     activated: Activation
 
 
-def _silent(name: str, tensor: Tensor | Activation) -> None:
+def _silent(name: str, tensor: Tensor | Recordable) -> None:
     pass
 
 
@@ -99,13 +106,13 @@ def forward(
     fused = ops.linear(normed, value["qkv"], None)
     record(name + "qkv", fused)
     target = context.target(layer.index, layer.heads.kv_heads, layer.heads.dim)
-    q, keys, values = ops.split_heads(fused, layer.head_weights(), layer.heads, context.positions, target)
+    q, keys, values, operands = ops.split_heads(
+        fused, layer.head_weights(), layer.heads, context.positions, target, groups is not None
+    )
     record(name + "query", q)
-    for what, cached in (("keys", keys), ("values", values)):
-        record(name + what, cached if target.rows is None else cached[target.rows])
-    attended, lse = ops.attention(q, keys, values, context.layout, groups is not None)
-    record(name + "attention", attended)
-    attended_input = ops.activation(attended.flatten(1), layer.spec("o", groups))
+    record(f"layers.{layer.index}", target)  # .keys and .values
+    attended_input, attended, lse = ops.attention(q, keys, values, context.layout, layer.spec("o", groups))
+    record(name + "attention", attended_input)
     out = ops.linear(attended_input, value["o"], layer.bias("o"))
     record(name + "o", out)
     residual, post_normed, residual_statistics = ops.add_rms_norm(
@@ -121,7 +128,7 @@ def forward(
     record(name + "down", down)
     inputs = (Activation(tokens=a.tokens) for a in (normed, attended_input, post_normed, activated))
     kept = fused if "q_norm" in layer.leaves else None
-    saved = Saved(x, statistics, kept, q, keys, values, attended, lse, residual, residual_statistics, gate_up, *inputs)
+    saved = Saved(x, statistics, kept, operands, attended, lse, residual, residual_statistics, gate_up, *inputs)
     return residual, down, saved
 
 
@@ -131,15 +138,16 @@ def backward(layer: Layer, saved: Saved, context: Context, dx: Tensor, ddelta: T
     dx, ddelta: BF16 [T, H], gradients of the pair that `forward` returned.
     """
     ops, groups = layer.ops, context.groups
-    assert groups is not None
+    assert groups is not None and saved.attended is not None
     dactivated = _product(layer, "down", ops.activation(ddelta, layer.gradient_spec("down", groups)), saved.activated, groups)
     dgate_up = ops.silu_mul_grad(dactivated, saved.gate_up, layer.gradient_spec("gate_up", groups))
     dnormed = _product(layer, "gate_up", dgate_up, saved.post_normed, groups)
     dx = _norm(layer, "post_norm", dnormed, saved.residual, saved.residual_statistics, dx)
     dout = ops.activation(dx, layer.gradient_spec("o", groups))
     dattended = _product(layer, "o", dout, saved.attended_input, groups).view(saved.attended.shape)
-    grads = ops.attention_grad(dattended, saved.q, saved.keys, saved.values, saved.attended, saved.lse, context.layout)
-    fused = saved.q if saved.fused is None else saved.fused
+    q, keys, values = saved.operands
+    grads = ops.attention_grad(dattended, q, keys, values, saved.attended, saved.lse, context.layout)
+    fused = q if saved.fused is None else saved.fused
     dfused, *dnorms = ops.split_heads_grad(grads, fused, layer.head_weights(), layer.heads, context.positions)
     for name, gradient in zip(("q_norm", "k_norm"), dnorms, strict=True):
         if gradient is not None:

@@ -43,11 +43,20 @@ class Leaf:
         """Publish a BF16 tensor of this leaf's shape: quantise it if the leaf is FP8."""
         self.check(tensor)
         tensor = tensor.to(ops.device).contiguous()
-        self.value = tensor if self.kind == "plain" else ops.weight(tensor, self.parts, self.kind == "fp8", self.value)
+        if self.kind != "plain":
+            self.value = ops.weight(tensor, self.parts, self.kind == "fp8", self.value)
+        elif self.value is None:
+            self.value = tensor.clone()
+        else:
+            self.value.copy_(tensor)  # in place: captured graphs read it where it is
 
     def table(self) -> Tensor:
         """The BF16 tensor [rows, cols] of a plain leaf or of a BF16 weight."""
         return self.value if self.kind == "plain" else self.value.value
+
+    def published(self) -> list[Tensor]:
+        """The tensors that the last publish wrote."""
+        return self.value.published() if self.kind == "fp8" else [self.table()]
 
     def accumulate(self, gradient: Tensor) -> None:
         """Add a gradient of this leaf's shape, if the leaf is being trained."""

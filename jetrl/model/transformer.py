@@ -20,13 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jetrl.kernels.ops import Activation, Heads, Spec
+from jetrl.kernels.checksum import checksum
+from jetrl.kernels.ops import Heads, Spec
 from jetrl.kernels.select import ops_for
 from jetrl.model import layer as layers
 from jetrl.model.checkpoint import load_weights, parameter_shapes
 from jetrl.model.config import ModelConfig, RopeScaling, linear_names
-from jetrl.model.context import Context, PackedContext
-from jetrl.model.layer import ChosenLogprobsFunction, EmbedFunction, Layer, LayerFunction, NormFunction
+from jetrl.model.context import FP8_BLOCK, Context, PackedContext
+from jetrl.model.layer import ChosenLogprobsFunction, EmbedFunction, Layer, LayerFunction, NormFunction, Recordable
 from jetrl.model.leaf import Kind, Leaf
 
 Trace = Callable[[str, Tensor], None]
@@ -60,12 +61,15 @@ def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 class Transformer:
     """A decoder whose leaves are filled by `load` and refreshed by each publish."""
 
-    def __init__(self, config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu") -> None:
-        """`fp8_layers`: names out of `linear_names(config)` that run in FP8; the others run in BF16.
+    def __init__(
+        self, config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu", kv_fp8: bool = False
+    ) -> None:
+        """`fp8_layers`: names out of `linear_names(config)` that run in FP8; the others run in BF16. With `kv_fp8` queries,
+        keys and values are quantised, and attention's products run in FP8.
 
         Raises ValueError for a device without kernels, or for a model that its kernels cannot run.
         """
-        self.config, self.device = config, torch.device(device)
+        self.config, self.device, self.kv_fp8 = config, torch.device(device), kv_fp8
         self.fp8_layers = frozenset(fp8_layers)
         matrices = set(linear_names(config))
         assert self.fp8_layers <= matrices, self.fp8_layers - matrices
@@ -78,7 +82,7 @@ class Transformer:
         self.head = self.leaves[head]
         angles = torch.arange(config.max_position_embeddings).unsqueeze(1) * rotary_frequencies(config)
         cos, sin = (table.float().to(self.device) for table in (angles.cos(), angles.sin()))
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, cos, sin)
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, cos, sin, kv_fp8)
         self.ops.check_heads(heads)
         self.layers = [self._layer(i, heads) for i in range(config.num_layers)]
 
@@ -89,19 +93,27 @@ class Transformer:
 
     @staticmethod
     def of_folder(
-        folder: Path, config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu"
+        folder: Path,
+        config: ModelConfig,
+        fp8_layers: Collection[str],
+        device: torch.device | str = "cpu",
+        kv_fp8: bool = False,
     ) -> Transformer:
         """The model of a Hugging Face folder whose `config` was read before, weights loaded. Errors: see `load_weights`."""
-        model = Transformer(config, fp8_layers, device)
+        model = Transformer(config, fp8_layers, device, kv_fp8)
         model.load(load_weights(folder, config))
         return model
 
     @staticmethod
     def random(
-        config: ModelConfig, fp8_layers: Collection[str], device: torch.device | str = "cpu", seed: int = 0
+        config: ModelConfig,
+        fp8_layers: Collection[str],
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        kv_fp8: bool = False,
     ) -> Transformer:
         """A model of random weights whose activations stay near one: for checks and benches, where no checkpoint is needed."""
-        model = Transformer(config, fp8_layers, device)
+        model = Transformer(config, fp8_layers, device, kv_fp8)
         generator = torch.Generator(model.device).manual_seed(seed)
         for name, leaf in model.leaves.items():
             noise = torch.randn(leaf.shape, generator=generator, device=model.device)
@@ -119,9 +131,18 @@ class Transformer:
         for name, leaf in self.leaves.items():
             leaf.assign(weights[name], self.ops)
 
+    def checksum(self) -> str:
+        """Of the published weights, codes and scales as the kernels read them; to compare models on one kind of device."""
+        return checksum(tensor for name in sorted(self.leaves) for tensor in self.leaves[name].published())
+
     def packed(self, lengths: list[int]) -> PackedContext:
         """The context of whole sequences of these lengths, packed one behind the other."""
-        return PackedContext.of(lengths, self.device)
+        return PackedContext.of(lengths, self.device, self.kv_fp8)
+
+    @property
+    def least_block(self) -> int:
+        """Tokens of the smallest block of a cache that the device can read; others hold a multiple of it."""
+        return FP8_BLOCK if self.kv_fp8 and self.device.type != "cpu" else 1
 
     def forward(self, tokens: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
         """Hidden states after the final norm. tokens: int64 [T]. Returns BF16 [T, H]. Differentiable where gradients are on."""
@@ -161,12 +182,12 @@ class Transformer:
 
 
 def _recorder(trace: Trace | None) -> layers.Record:
-    """Recorder of tensors and activations, for a trace that takes tensors."""
+    """Recorder of tensors and of what holds several, for a trace that takes tensors."""
 
-    def record(name: str, tensor: Tensor | Activation) -> None:
+    def record(name: str, tensor: Tensor | Recordable) -> None:
         if trace is None:
             return
-        parts = tensor.tensors() if isinstance(tensor, Activation) else {"": tensor}
+        parts = {"": tensor} if isinstance(tensor, Tensor) else tensor.tensors()
         for suffix, part in parts.items():
             trace(name + suffix, part)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class MismatchError(RuntimeError):
@@ -56,7 +56,7 @@ class Request:
 class Completion:
     """What the engine made of a prompt."""
 
-    token_ids: list[int]  # n sampled tokens; the EOS token is included when the reason is "stop"
+    token_ids: list[int]  # n sampled tokens; the EOS token is included when the reason is "stop"; 0 or more after an "abort"
     logprobs: list[float]  # n values, each exactly a float32: log-softmax(logits / temperature) of the sampled token
     finish_reason: FinishReason
     policy_version: int  # number of publishes before the first token was sampled

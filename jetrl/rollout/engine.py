@@ -1,11 +1,16 @@
 """The rollout engine: token ids in; token ids, log-probabilities and a finish reason out.
 
 Problem: sampling wants large, ever-changing batches; exactness wants each number to be what training will compute.
-Method: all sequences' new tokens, prefill chunks and single decode tokens alike, form one flat forward of the model that
-the trainer uses, over a paged KV cache. The numerics are row-independent, so the scheduler is free to do what is fast.
+Method: all sequences' new tokens, prefill chunks and single decode tokens alike, go through the forward that the trainer uses,
+over a paged KV cache. The numerics are row-independent, so the scheduler is free to do what is fast.
+
+    engine       what lasts: cache, lanes, captured graphs, prefixes of the present policy version; sleep and wake
+    generation   what passes: one `generate`, step by step
+    scheduler    who computes what next      decoder   a step as one CUDA graph      blocks   who uses which part of the cache
 
 The engine reads the model's published weights in place. It holds no copy; `published` tells it that they changed.
-Given up: speculative decoding and anything else that samples from another distribution than the model's.
+Given up: speculative decoding and anything else that samples from another distribution than the model's. One generation at a
+time.
 """
 
 from __future__ import annotations
@@ -15,16 +20,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from jetrl.model.context import KVCache, PagedContext
-from jetrl.model.transformer import Trace, Transformer
-from jetrl.rl.seeds import uniform
+from jetrl.kernels.lanes import Lanes
+from jetrl.model.context import CacheKind, KVCache, bytes_per_token, check_block_size
+from jetrl.model.transformer import Transformer
 from jetrl.rl.types import Completion, Request
-from jetrl.rollout.blocks import BlockPool
-from jetrl.rollout.sampler import next_tokens
-from jetrl.rollout.scheduler import Plan, Scheduler
+from jetrl.rollout.blocks import BlockPool, Prefixes
+from jetrl.rollout.decoder import Decoder
+from jetrl.rollout.generation import LAG, Generation, Machine, Stats, Tracer
+from jetrl.rollout.scheduler import Scheduler
 from jetrl.rollout.sequence import Group, Sequence
+
+Progress = Callable[[int, int], None]  # finished sequences, sampled tokens
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,21 +43,15 @@ class EngineLimits:
     cache_tokens: int
     block_size: int
 
-
-@dataclass(slots=True)
-class EngineStats:
-    """Totals of one `generate`."""
-
-    steps: int = 0
-    computed_tokens: int = 0  # through the model, recomputation after preemption included
-    sampled_tokens: int = 0
-    preemptions: int = 0
-    peak_blocks: int = 0
+    @property
+    def blocks(self) -> int:
+        """Whole blocks of the cache."""
+        return self.cache_tokens // self.block_size
 
 
 def plan_cache(limits: EngineLimits, longest: int) -> int:
     """Blocks of the cache. Raises ValueError if one sequence of `longest` tokens does not fit."""
-    blocks = limits.cache_tokens // limits.block_size
+    blocks = limits.blocks
     needed = -(-longest // limits.block_size)
     if blocks < needed:
         raise ValueError(
@@ -65,25 +66,57 @@ class Engine:
     """Generates completions from a model's published weights."""
 
     def __init__(self, model: Transformer, limits: EngineLimits, eos: Seq[int]) -> None:
-        config = model.config
-        self.model, self.limits, self.eos = model, limits, frozenset(eos)
-        blocks = limits.cache_tokens // limits.block_size
-        self.cache = KVCache.allocate(
-            config.num_layers, blocks, limits.block_size, config.num_kv_heads, config.head_dim, model.device
-        )
+        """Takes the cache's memory. Raises ValueError if there is not so much, or for blocks that the kernels cannot read."""
+        self.model, self.limits = model, limits
+        config, blocks, size = model.config, limits.blocks, limits.block_size
+        kind: CacheKind = "fp8" if model.kv_fp8 else "bf16"
+        check_block_size(kind, size, model.device)
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        # One block more than the pool has: rows that take no part in a step write their keys there.
+        self._memory = model.ops.arena((blocks + 1) * size * bytes_per_token(kind, *shape))
+        cache = KVCache.over(self._memory.bytes, kind, config.num_layers, blocks + 1, size, *shape[1:])
+        most = min(limits.max_sequences, max(1, blocks * size))
+        widest = min(blocks, -(-config.max_position_embeddings // size)) or 1
+        lanes = Lanes.empty(most, widest, sorted(eos), size, blocks * size, model.device)
+        self._machine = Machine(
+            model, cache, lanes, Decoder(model, cache, lanes, most), torch.zeros(lanes.table.shape, dtype=torch.int32),
+            frozenset(eos),
+        )  # fmt: skip
+        self._pool = BlockPool(blocks, size)
+        self._prefixes = Prefixes(self._pool)
+        self._asleep = False
+        self.lag = LAG if model.device.type == "cuda" else 0  # any gives the same completions
         self.policy_version = 0
-        self.stats = EngineStats()
+        self.stats = Stats()
 
     def published(self, policy_version: int) -> None:
-        """The model's weights changed. Nothing cached survives, since nothing is kept between calls of `generate`."""
+        """The model's weights changed. What is cached of older ones is forgotten; captured graphs read the new ones."""
+        assert self._nothing_runs(), "published in the middle of a generation"
         self.policy_version = policy_version
+        self._prefixes.clear()
+
+    def sleep(self) -> None:
+        """Give the cache's memory back, to training on the same device. Nothing happens if it is given back already."""
+        assert self._nothing_runs(), "sent to sleep in the middle of a generation"
+        self._prefixes.clear()
+        self._memory.release()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again, at the same place. Raises ValueError, saying what is free, if there is not enough."""
+        self._memory.restore()
+        self._asleep = False
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last generation, for a run's row: tokens/s and seconds by phase, preemptions."""
+        return self.stats.metrics()
+
+    def checksum(self) -> str:
+        """Of the weights as this engine reads them; see `Transformer.checksum`."""
+        return self.model.checksum()
 
     def generate(
-        self,
-        requests: Seq[Request],
-        temperature: float,
-        progress: Callable[[int, int], None] | None = None,
-        trace: Callable[[list[tuple[int, int]]], Trace] | None = None,
+        self, requests: Seq[Request], temperature: float, progress: Progress | None = None, trace: Tracer | None = None
     ) -> list[list[Completion]]:
         """Complete each request; one list of completions a request, in the order of its seeds.
 
@@ -91,40 +124,48 @@ class Engine:
         position) of each row of a forward and gives the recorder for it. Raises ValueError before any work for a request that
         cannot be served.
         """
+        generation = self.start(requests, temperature, trace)
+        try:
+            while not generation.done:
+                self.step(generation)
+                if progress:
+                    progress(generation.finished, generation.stats.sampled_tokens)
+        finally:
+            generation.close()
+        return self.results(generation)
+
+    def start(self, requests: Seq[Request], temperature: float, trace: Tracer | None = None) -> Generation:
+        """A generation to be carried on with `step`, and to be closed if it is not carried to its end. Errors: `generate`."""
         if not 0.0 <= temperature < float("inf"):
             raise ValueError(f"temperature is {temperature}; a finite number is wanted, 0 for greedy decoding or above")
         sequences = self._sequences(requests)
-        pool = BlockPool(self.limits.cache_tokens // self.limits.block_size, self.limits.block_size)
-        scheduler = Scheduler(pool, self.limits.max_sequences, self.limits.max_batch_tokens)
-        scheduler.waiting.extend(sequences)
-        number = {id(sequence): i for i, sequence in enumerate(sequences)} if trace else {}
-        self.stats = stats = EngineStats()
-        with torch.inference_mode():
-            finished = 0
-            while scheduler.waiting or scheduler.running:
-                plan = scheduler.plan()
-                recorder = trace(_rows(plan, number)) if trace and plan.work else None
-                self._step(plan, scheduler, temperature, recorder)
-                done = [s for s in scheduler.running if s.finish_reason is not None]
-                for sequence in done:
-                    scheduler.finish(sequence)
-                finished += len(done)
-                stats.steps += 1
-                if progress:
-                    progress(finished, stats.sampled_tokens)
-        stats.preemptions, stats.peak_blocks = scheduler.preemptions, pool.peak
-        assert pool.free == pool.count, "blocks leaked"
-        return self._collect(requests, sequences)
+        assert self._nothing_runs(), "blocks leaked, or two generations at a time"
+        if self._asleep:
+            self.wake()
+        self._pool.peak = 0
+        scheduler = Scheduler(self._pool, self._machine.lanes.state.shape[0] - 1, self.limits.max_batch_tokens, self._prefixes)
+        generation = Generation(self._machine, scheduler, sequences, temperature, trace, self.lag, self.policy_version)
+        self.stats = generation.stats
+        return generation
 
-    def _sequences(self, requests: Seq[Request]) -> list[Sequence]:
-        sequences: list[Sequence] = []
+    def _nothing_runs(self) -> bool:
+        """Whether all blocks but kept prefixes are free."""
+        return self._pool.free + len(self._prefixes) == self._pool.count
+
+    def step(self, generation: Generation) -> None:
+        """One step of the engine."""
+        with torch.inference_mode():
+            generation.step()
+
+    def results(self, generation: Generation) -> list[list[Completion]]:
+        """The completions of a generation that is done."""
+        assert generation.done
+        return [[_completion(s, generation.policy_version) for s in request] for request in generation.requests]
+
+    def _sequences(self, requests: Seq[Request]) -> list[list[Sequence]]:
         for number, request in enumerate(requests):
             self._check(number, request)
-            group = Group(request.prompt, waiting=len(request.seeds))
-            for i, seed in enumerate(request.seeds):
-                forced = request.forced[i] if request.forced else None
-                sequences.append(Sequence(group, seed, request.max_tokens, list(request.prompt), forced))
-        return sequences
+        return [_sequences(request) for request in requests]
 
     def _check(self, number: int, request: Request) -> None:
         vocabulary, positions = self.model.config.vocab_size, self.model.config.max_position_embeddings
@@ -152,58 +193,16 @@ class Engine:
             )
         plan_cache(self.limits, longest)
 
-    def _step(self, plan: Plan, scheduler: Scheduler, temperature: float, recorder: Trace | None) -> None:
-        for copy in plan.copies:
-            self.cache.copy_block(*copy)
-        sampling = [(sequence, sequence.group.hidden) for sequence in plan.joined]
-        if plan.work:
-            hidden = self._forward(plan, recorder)
-            sampling += self._advance(plan, hidden, scheduler)
-        if not sampling:
-            return
-        rows = torch.stack([row for _, row in sampling if row is not None])
-        assert rows.shape[0] == len(sampling)
-        chosen = [sequence for sequence, _ in sampling]
-        uniforms = [uniform(s.seed, len(s.tokens) - s.prompt_length) for s in chosen]
-        forced = [None if s.forced is None else s.forced[len(s.tokens) - s.prompt_length] for s in chosen]
-        tokens, logprobs = next_tokens(self.model, rows, uniforms, temperature, forced)
-        for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
-            sequence.append(token, logprob, self.eos)
-        self.stats.sampled_tokens += len(chosen)
 
-    def _forward(self, plan: Plan, recorder: Trace | None) -> Tensor:
-        """Hidden states of the plan's new tokens, flat."""
-        tokens = [t for s, n in plan.work for t in s.tokens[s.computed : s.computed + n]]
-        widest = max(len(s.blocks) for s, _ in plan.work)
-        tables = torch.tensor([s.blocks + [s.blocks[0]] * (widest - len(s.blocks)) for s, _ in plan.work])
-        counts = [n for _, n in plan.work]
-        context = PagedContext.of(self.cache, counts, [s.computed + n for s, n in plan.work], tables)
-        self.stats.computed_tokens += len(tokens)
-        return self.model.forward(torch.tensor(tokens), context, recorder)
-
-    def _advance(self, plan: Plan, hidden: Tensor, scheduler: Scheduler) -> list[tuple[Sequence, Tensor | None]]:
-        """Book the computed tokens; returns the sequences that sample now, with their last hidden state."""
-        sampling: list[tuple[Sequence, Tensor | None]] = []
-        first = 0
-        for sequence, count in plan.work:
-            before = sequence.computed
-            sequence.computed += count
-            last_of_prompt = sequence.prompt_length - 1
-            if before <= last_of_prompt < sequence.computed and scheduler.prompt_ready(sequence):
-                sequence.group.hidden = hidden[first + last_of_prompt - before].clone()
-            if sequence.remaining == 0:
-                sampling.append((sequence, hidden[first + count - 1]))
-            first += count
-        return sampling
-
-    def _collect(self, requests: Seq[Request], sequences: list[Sequence]) -> list[list[Completion]]:
-        results = iter(sequences)
-        return [[self._completion(next(results)) for _ in request.seeds] for request in requests]
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        assert sequence.finish_reason is not None
-        return Completion(sequence.completion, sequence.logprobs, sequence.finish_reason, self.policy_version)
+def _completion(sequence: Sequence, policy_version: int) -> Completion:
+    assert sequence.finish_reason is not None
+    return Completion(sequence.completion, sequence.logprobs, sequence.finish_reason, policy_version)
 
 
-def _rows(plan: Plan, number: dict[int, int]) -> list[tuple[int, int]]:
-    return [(number[id(s)], position) for s, n in plan.work for position in range(s.computed, s.computed + n)]
+def _sequences(request: Request) -> list[Sequence]:
+    group = Group(request.prompt, waiting=len(request.seeds))
+    forced = request.forced or [None] * len(request.seeds)
+    return [
+        Sequence(group, seed, request.max_tokens, list(request.prompt), tokens)
+        for seed, tokens in zip(request.seeds, forced, strict=True)
+    ]

@@ -22,7 +22,10 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt and completion so far, and what of them lies in the cache."""
+    """Prompt and completion so far, and what of them lies in the cache.
+
+    Tokens that the device has sampled and the host has not seen yet are `pending`: they count in `length`.
+    """
 
     group: Group
     seed: int
@@ -30,8 +33,11 @@ class Sequence:
     tokens: list[int]
     forced: list[int] | None = None
     logprobs: list[float] = field(default_factory=list)
-    computed: int = 0  # tokens whose keys and values are cached
+    pending: int = 0
+    computed: int = 0  # tokens whose keys and values are cached, or will be by what is under way
     blocks: list[int] = field(default_factory=list)
+    lane: int = -1  # its row on the device while it runs
+    tabled: int = 0  # blocks that the device knows of
     finish_reason: FinishReason | None = None
     preempted: int = 0
 
@@ -44,19 +50,34 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def limit(self) -> int:
+        """Completion tokens at which it ends, if no EOS comes before."""
+        return self.max_tokens if self.forced is None else len(self.forced)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion, the pending ones included."""
+        return len(self.tokens) + self.pending
+
+    @property
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 0 right after joining a prefilled group."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it needs no further step: it ended, or reaches its limit with what is under way."""
+        return self.finish_reason is not None or self.length - self.prompt_length >= self.limit
+
+    def forced_token(self) -> int:
+        """The token to take next instead of a sampled one, or -1."""
+        return -1 if self.forced is None else self.forced[self.length - self.prompt_length]
 
     def append(self, token: int, logprob: float, eos: frozenset[int]) -> None:
         """Take a sampled token; finish at an EOS id or at the length limit. A forced sequence ends with its tokens."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        length = len(self.tokens) - self.prompt_length
-        if self.forced is not None:
-            if length == len(self.forced):
-                self.finish_reason = "length"
-        elif token in eos:
+        if self.forced is None and token in eos:
             self.finish_reason = "stop"
-        elif length == self.max_tokens:
+        elif len(self.tokens) - self.prompt_length == self.limit:
             self.finish_reason = "length"

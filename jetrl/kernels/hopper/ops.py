@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.kernels.attention import Sequences
-from jetrl.kernels.hopper import attention, flash, gemm, grad_weight, logprob, norm, quant
+from jetrl.kernels.arena import Arena
+from jetrl.kernels.attention import LaneSequences, Sequences
+from jetrl.kernels.hopper import arena, attention, attention_fp8, flash, gemm, grad_weight, lanes, logprob, norm, quant
 from jetrl.kernels.hopper import heads as split
-from jetrl.kernels.ops import Activation, Heads, HeadWeights, Spec, Target
+from jetrl.kernels.lanes import DecodeInputs, Lanes
+from jetrl.kernels.ops import Activation, Heads, HeadWeights, Operand, Spec, Target
 from jetrl.kernels.quant import Quantized, TokenGroups
 
 
@@ -32,6 +34,10 @@ class Fp8Weight:
     codes: quant.WeightCodes
     parts: tuple[int, ...]
     padded: tuple[int, ...]  # rows of each part in `codes`
+
+    def published(self) -> list[Tensor]:
+        """What a publish wrote."""
+        return [self.codes.codes, self.codes.scales, self.codes.codes_t, self.codes.scales_t]
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,6 +68,11 @@ class HopperOps:
                 f"the model has {heads.heads} query heads, {heads.kv_heads} key heads and head dimension {heads.dim}; "
                 f"the GPU's attention takes dimensions {attention.DIMS} and up to {attention.MAX_GROUP} query heads a "
                 "key head. Use device=cpu."
+            )
+        if heads.fp8 and heads.dim not in attention_fp8.DIMS:
+            raise ValueError(
+                f"the model's head dimension is {heads.dim}, but FP8 attention takes {attention_fp8.DIMS} on a GPU. "
+                "Use kv_cache=bf16, or device=cpu."
             )
         flash.takes(heads.heads, heads.kv_heads, heads.dim)  # a wrong choice of its backward is said at start
 
@@ -126,14 +137,16 @@ class HopperOps:
             logprob.add_product(accumulator, dy.tokens.t(), x.tokens)
 
     def split_heads(
-        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target, keep: bool
+    ) -> tuple[Operand, Operand, Operand, tuple[Tensor, ...]]:
+        assert heads.fp8 == (target.key_scales is not None), "the cache is not of the model's kind"
         shape = split.Heads(heads.heads, heads.kv_heads, heads.dim)
-        q = split.split_heads(
-            fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape,
-            target.keys, target.values, target.rows,
-        )  # fmt: skip
-        return q, target.keys, target.values
+        operands = (fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape)
+        if heads.fp8:
+            codes, kept = split.split_heads_fp8(*operands, target, keep)
+            return codes, *target.codes, kept
+        q = split.split_heads(*operands, target.keys, target.values, target.rows)
+        return q, target.keys, target.values, (q, target.keys, target.values)
 
     def split_heads_grad(
         self, grads: tuple[Tensor, Tensor, Tensor], fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor
@@ -145,8 +158,20 @@ class HopperOps:
             *grads, fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape
         )
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Sequences, keep: bool) -> tuple[Tensor, Tensor | None]:
-        return attention.attention(q, keys, values, _tiles(layout, q.shape[1], keys.shape[1]), keep)
+    def attention(
+        self, q: Operand, keys: Operand, values: Operand, layout: Sequences | LaneSequences, spec: Spec
+    ) -> tuple[Activation, Tensor | None, Tensor | None]:
+        keep = spec.groups is not None
+        if isinstance(q, Quantized):
+            assert isinstance(keys, Quantized) and isinstance(values, Quantized)
+            tiles = _tiles(layout, q.codes.shape[1], keys.codes.shape[1], codes=True)
+            if spec.fp8 and not keep and attention_fp8.takes_codes(tiles, q.codes.shape[2]):
+                return Activation(rows=attention_fp8.decode_codes(q, keys, values, tiles)), None, None
+            out, lse = attention_fp8.attention(q, keys, values, tiles, keep)
+        else:
+            assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+            out, lse = attention.attention(q, keys, values, _tiles(layout, q.shape[1], keys.shape[1]), keep)
+        return self.activation(out.flatten(1), spec), out, lse
 
     def attention_grad(
         self, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None, layout: Sequences
@@ -203,13 +228,33 @@ class HopperOps:
         tokens, logprobs = zip(*results, strict=True)
         return torch.cat(tokens), torch.cat(logprobs)
 
+    def begin(self, running: Lanes, step: Tensor) -> DecodeInputs:
+        return lanes.begin(running, step)
 
-def _tiles(layout: Sequences, heads: int, kv_heads: int) -> attention.Tiles:
-    """The kernel's work list, made at the first layer."""
-    key = (heads, kv_heads)
+    def end(self, running: Lanes, lane: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        return lanes.end(running, lane, tokens, logprobs)
+
+    def arena(self, size: int) -> Arena:
+        return arena.arena(size, self.device)
+
+
+def _tiles(layout: Sequences | LaneSequences, heads: int, kv_heads: int, codes: bool = False) -> attention.Tiles:
+    """The kernel's work list, made at the first layer. `codes`: of keys in blocks, which training has beside packed ones."""
+    key = (heads, kv_heads, codes)
     if key not in layout.made:
-        layout.made[key] = attention.make_tiles(
-            layout.query_lengths, layout.context_lengths, heads, kv_heads, layout.key_starts, layout.block_tables,
-            layout.block_size, layout.device,
-        )  # fmt: skip
+        if isinstance(layout, LaneSequences):
+            layout.made[key] = _lane_tiles(layout)
+        else:
+            packed = layout.key_starts is not None and not codes
+            where = (layout.key_starts, None, 0) if packed else (None, layout.block_tables, layout.block_size)
+            lengths = layout.query_lengths, layout.context_lengths
+            layout.made[key] = attention.make_tiles(*lengths, heads, kv_heads, *where, layout.device)
     return layout.made[key]
+
+
+def _lane_tiles(layout: LaneSequences) -> attention.Tiles:
+    """One tile a row, in the order of the rows: the engine names the longest sequences first."""
+    return attention.Tiles(
+        layout.lane, torch.zeros_like(layout.lane), layout.query_start, layout.query_length, layout.context,
+        table=layout.block_tables, block_size=layout.block_size, rows=attention.DECODE.rows, decode=True,
+    )  # fmt: skip
