@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jetrl.kernels.attention import Sequences
+from jetrl.kernels.attention import LaneSequences, Sequences
 from jetrl.kernels.hopper.ops import Bf16Weight, HopperOps
-from jetrl.kernels.ops import Activation
+from jetrl.kernels.ops import Activation, Operand, Spec
 from jetrl.kernels.quant import TokenGroups
 
 
@@ -49,9 +49,9 @@ def cudnn_attention_grad(
     return _packed(dq), _packed(dk), _packed(dv)
 
 
-def _equal_sequences(layout: Sequences) -> int:
+def _equal_sequences(layout: Sequences | LaneSequences) -> int:
     """How many sequences of one length are packed; 0 for a paged cache, which stays with our kernel."""
-    if layout.block_tables is not None:
+    if isinstance(layout, LaneSequences) or layout.block_tables is not None:
         return 0
     assert len(set(layout.query_lengths)) == 1, layout.query_lengths
     return len(layout.query_lengths)
@@ -60,9 +60,15 @@ def _equal_sequences(layout: Sequences) -> int:
 class FastFp8Ops(HopperOps):
     """Ours, with cuDNN's attention for packed sequences of equal length."""
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Sequences, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def attention(
+        self, q: Operand, keys: Operand, values: Operand, layout: Sequences | LaneSequences, spec: Spec
+    ) -> tuple[Activation, Tensor | None, Tensor | None]:
         batch = _equal_sequences(layout)
-        return cudnn_attention(q, keys, values, batch) if batch else super().attention(q, keys, values, layout, keep)
+        if not batch:
+            return super().attention(q, keys, values, layout, spec)
+        assert isinstance(q, Tensor) and isinstance(keys, Tensor) and isinstance(values, Tensor)
+        out, lse = cudnn_attention(q, keys, values, batch)
+        return self.activation(out.flatten(1), spec), out, lse
 
     def attention_grad(
         self, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor | None, layout: Sequences

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl.bench.attention import BLOCK, cache_bytes, packings
+from jetrl.bench.profiling import kernel_rows, profiled
 from jetrl.bench.shapes import products, visible_pairs
 from jetrl.bench.table import Row, Table, Target, at_least
 from jetrl.bench.timing import Call, Ceilings, measure, noise, rotation
@@ -29,7 +30,7 @@ from jetrl.model.transformer import Transformer
 DECODE, CONTEXT = (64, 256), 1024
 TRAINING_TARGETS = (1.41, 1.3)  # of the short sequences, of the long one
 EXACTNESS_TARGET = 10.0  # %
-KERNELS, PROFILED = 20, 3  # lines of the table, runs under the profiler
+PROFILED = 3  # runs under the profiler
 
 
 def weight_count(config: ModelConfig) -> int:
@@ -81,17 +82,6 @@ def decode_row(config: ModelConfig, sequences: int, times: dict[str, float], cei
     size = weights + cache_bytes(config, sequences, CONTEXT)
     bound = ceilings.roofline(size, bf16=attention, fp8=2.0 * sequences * weights)
     return Row(f"{sequences} sequences, context {CONTEXT}", times["fp8"], times["fast"], bound)
-
-
-def kernel_rows(kernels: dict[str, tuple[int, float]], runs: int) -> list[Row]:
-    """The longest kernels. kernels: launches and us in `runs` runs, by name."""
-    everything = sum(time for _, time in kernels.values())
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:KERNELS]
-    rows = [
-        Row(name.removeprefix("void ")[:80], time / runs, extra={"launches": f"{n / runs:g}", "%": 100 * time / everything})
-        for name, (n, time) in longest
-    ]
-    return [*rows, Row("sum of all kernels", everything / runs, extra={"%": 100.0})] if rows else []
 
 
 def _model(config: ModelConfig, flow: str, layers: int, positions: int) -> Transformer:
@@ -185,23 +175,9 @@ def _decode(config: ModelConfig, ceilings: Ceilings) -> Table:
     return Table("layer: one step of decode, in a CUDA graph", rows, "FP8", "BF16 cuBLAS, our attention")
 
 
-def _profiled(work: Call) -> dict[str, tuple[int, float]]:
-    """Launches and us of each kernel in `PROFILED` runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    work()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
-            work()
-        torch.cuda.synchronize()
-    seen = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
-    return {e.key: (e.count, e.self_device_time_total) for e in seen}
-
-
 def bench(config: ModelConfig, tokens: int, ceilings: Ceilings, judged: bool) -> list[Table]:
     """Measure. `judged`: the targets, which are for an 8B model and 8192 tokens, apply."""
     tables, work = _training(config, tokens, ceilings, judged)
-    kernels = kernel_rows(_profiled(work), PROFILED)
+    kernels = kernel_rows(profiled(work, PROFILED).kernels, PROFILED)
     title = f"layer: kernels of the FP8 block, forward + backward, {next(iter(packings(tokens)))}"
     return [*tables, _decode(config, ceilings), Table(title, kernels, "time")]

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from jetrl.bench import attention, gemm, head, layer
+from jetrl.bench import attention, gemm, head, layer, rollout
 from jetrl.bench.shapes import shape_of
-from jetrl.bench.table import as_json, render
+from jetrl.bench.table import Table, as_json, render
 from jetrl.bench.timing import Ceilings, measure_ceilings, require_gpu
 from jetrl.model.shapes import DEFAULT
+from jetrl.rl.types import MismatchError
 
 BENCHES = {"gemm": gemm.bench, "attention": attention.bench, "layer": layer.bench, "head": head.bench}
 JUDGED_TOKENS = 8192
@@ -61,17 +62,56 @@ def run_bench(name: str, shape: str, tokens: int, file: Path | None, console: Co
     config = shape_of(shape)
     if tokens < 64 or tokens % 8:
         raise ValueError(f"--tokens is {tokens}; wanted a multiple of 8, at least 64: eight sequences share them")
+    ceilings, meta = _prepare(file)
+    meta |= {"shape": shape, "tokens": tokens}
+    tables = BENCHES[name](config, tokens, ceilings, shape == DEFAULT and tokens == JUDGED_TOKENS, **options)
+    _save(name, tables, meta, file)
+    _show(tables, meta, file, console)
+
+
+def run_rollout(
+    shape: str, cases: str, flows: str, tail_sequences: int, check: int, profile: bool, file: Path | None, console: Console
+) -> None:
+    """Measure the engine, see `bench.rollout`. JSON is written after each case, so that an interrupted run leaves what it has.
+
+    Raises ValueError for an unknown shape, case or flow, or a machine without a Hopper GPU, before the work; and MismatchError
+    after it, if any log-probability differs from the trainer's.
+    """
+    config = shape_of(shape)
+    chosen = rollout.chosen(cases, flows)
+    ceilings, meta = _prepare(file)
+    meta |= {"shape": shape, "vllm": "0.22.1, recorded earlier on the same type of GPU, not in this run"}
+    measured: list[rollout.Measured] = []
+    tables: list[Table] = []
+    for m in rollout.bench(config, *chosen, tail_sequences, check, profile):
+        measured.append(m)
+        console.print(f"{m.label}: {m.rate:,.0f} tokens/s, {m.seconds:.1f} s", style="dim", highlight=False)
+        tables = rollout.tables(config, measured, ceilings, shape == DEFAULT)
+        _save("rollout", tables, meta, file)
+    _show(tables, meta, file, console)
+    if differing := sum(m.differing for m in measured):
+        raise MismatchError(f"{differing} log-probabilities of engine and trainer differ; `jetrl check` finds the operator")
+
+
+def _prepare(file: Path | None) -> tuple[Ceilings, dict[str, Any]]:
+    """What the GPU can do, and the facts; a file that cannot be written is found out before the work."""
     require_gpu()
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
     torch.manual_seed(0)
     ceilings = measure_ceilings()
-    meta = facts(torch.cuda.get_device_name(), ceilings) | {"shape": shape, "tokens": tokens}
     torch.cuda.empty_cache()
-    tables = BENCHES[name](config, tokens, ceilings, shape == DEFAULT and tokens == JUDGED_TOKENS, **options)
+    return ceilings, facts(torch.cuda.get_device_name(), ceilings)
+
+
+def _save(name: str, tables: list[Table], meta: dict[str, Any], file: Path | None) -> None:
+    if file:
+        file.write_text(json.dumps(as_json(name, tables, meta), indent=1) + "\n", encoding="utf-8")
+
+
+def _show(tables: list[Table], meta: dict[str, Any], file: Path | None, console: Console) -> None:
     for table in tables:
         console.print(render(table, meta))
     if file:
-        file.write_text(json.dumps(as_json(name, tables, meta), indent=1) + "\n", encoding="utf-8")
         console.print(f"written to {file}")

@@ -32,7 +32,7 @@ def at_least(value: float, limit: float | None, unit: str) -> Target | None:
 
 @dataclass(slots=True)
 class Row:
-    """One case. Times in us."""
+    """One case: times in us, or rates in tokens/s."""
 
     case: str
     ours: float
@@ -40,11 +40,17 @@ class Row:
     roofline: float | None = None
     target: Target | None = None
     extra: dict[str, float | str] = field(default_factory=dict)  # further columns, by their heads
+    rate: bool = False
 
     @property
     def ratio(self) -> float | None:
         """How many times faster than the baseline."""
-        return None if self.baseline is None else self.baseline / self.ours
+        return None if self.baseline is None else self.ours / self.baseline if self.rate else self.baseline / self.ours
+
+    @property
+    def share(self) -> float | None:
+        """Of the roofline, 1 where nothing could be faster."""
+        return None if self.roofline is None else self.ours / self.roofline if self.rate else self.roofline / self.ours
 
 
 @dataclass(slots=True)
@@ -73,15 +79,15 @@ def caption(meta: dict[str, Any]) -> str:
     c = meta["ceilings"]
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     return (
-        f"times in us; {meta['gpu']}; {versions}; {meta['date']}; {meta['command']}\n"
+        f"times in us, rates in tokens/s; {meta['gpu']}; {versions}; {meta['date']}; {meta['command']}\n"
         f"measured: copy {c['copy_tb_s']:.2f} TB/s, BF16 cuBLAS {c['bf16_tflops']:.0f} TFLOP/s on a random square product; "
         f"nominal: dense BF16 {c['bf16_nominal_tflops']:.0f}, FP8 {c['fp8_nominal_tflops']:.0f} TFLOP/s. "
         "Roofline: operations at the nominal peak or bytes at the copy's rate, whichever takes longer"
     )
 
 
-def _cell(value: float | str | None) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:,.1f}"
+def _cell(value: float | str | None, digits: int = 1) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:,.{digits}f}"
 
 
 def _verdict(target: Target | None) -> str:
@@ -99,14 +105,15 @@ def render(table: Table, meta: dict[str, Any]) -> Group:
     judged = any(r.target for r in rows)
     heads = [table.ours, *([table.baseline, "ratio"] if versus else [])]
     for head in [*heads, *(["roofline", "share"] if bound else []), *extra, *(["target"] if judged else [])]:
-        out.add_column(head, justify="right")
+        out.add_column(head.replace(", ", ",\n"), justify="right")
     for row in rows:
-        cells = [escape(row.case), _cell(row.ours)]
+        digits = 0 if row.rate else 1
+        cells = [escape(row.case), _cell(row.ours, digits)]
         if versus:
-            cells += [_cell(row.baseline), "" if row.ratio is None else f"{row.ratio:.2f}x"]
+            cells += [_cell(row.baseline, digits), "" if row.ratio is None else f"{row.ratio:.2f}x"]
         if bound:
-            cells += ["", ""] if row.roofline is None else [_cell(row.roofline), f"{row.roofline / row.ours:.0%}"]
-        cells += [_cell(row.extra.get(head)) for head in extra] + ([_verdict(row.target)] if judged else [])
+            cells += [_cell(row.roofline, digits), "" if row.share is None else f"{row.share:.0%}"]
+        cells += [_cell(row.extra.get(head), digits) for head in extra] + ([_verdict(row.target)] if judged else [])
         out.add_row(*cells, style="bold" if row.case.startswith("sum") else None)
     return Group(out, Text(caption(meta) + "\n", style="dim"))  # outside, as a narrow table would fold it
 
@@ -120,10 +127,10 @@ def as_json(bench: str, tables: list[Table], meta: dict[str, Any]) -> dict[str, 
             "case": row.case,
             "ours": table.ours,
             "baseline": table.baseline or None,
-            "ours_us": row.ours,
-            "baseline_us": row.baseline,
+            f"ours_{'tokens_s' if row.rate else 'us'}": row.ours,
+            f"baseline_{'tokens_s' if row.rate else 'us'}": row.baseline,
             "ratio": row.ratio,
-            "roofline_us": row.roofline,
+            f"roofline_{'tokens_s' if row.rate else 'us'}": row.roofline,
             "target": row.target.text if row.target else None,
             "met": row.target.met if row.target else None,
             "extra": row.extra,
