@@ -52,7 +52,9 @@ class RolloutConfig(_Section):
     max_completion_tokens: int = Field(default=256, ge=1, description="limit of a completion")
     temperature: float = Field(default=1.0, gt=0.0, description="divides the logits, in sampling and in training")
     max_sequences: int = Field(default=256, ge=1, description="sequences decoded together")
-    max_batch_tokens: int = Field(default=2048, ge=1, description="tokens of one engine step, prefill chunks included")
+    max_batch_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of one engine step, prefill chunks included; default: 2048, 8192 on a GPU"
+    )
     cache_tokens: int | None = Field(
         default=None, ge=1, description="KV cache size; default: all running sequences at full length, or what fits on the GPU"
     )

@@ -102,12 +102,21 @@ def _on_a_gpu() -> list[tuple[str, str]]:
         *([("DeepGEMM's compiled kernels", _deep_gemm())] if deep else []),
         ("FP8 linear, grad_weight", _grad_weight()),
         ("BF16 linear forward", f"{bf16}, rows independent of the batch"),
-        ("attention", "two Triton kernels, for packed sequences and for paged keys, with the same bits"),
+        ("attention", "two Triton kernels, for packed sequences and for paged keys, with the same bits; one for kv_cache=fp8"),
         *_attention_grad(),
         ("norms, rotary, SiLU-mul, quantiser", "Triton, fused with each other"),
         ("lm_head", f"BF16 product with FP32 logits: {bf16}; log-probabilities in Triton"),
         ("sampling", "Triton, integer inversion with a counter-based generator a sample"),
+        ("decode steps", "CUDA graphs, captured at first use for each size of batch"),
+        ("KV cache during training", _arena()),
     ]
+
+
+def _arena() -> str:
+    """Whether training gets the cache's memory."""
+    from jetrl.kernels.hopper import arena
+
+    return "gives its memory back" if arena.gives_back() else "keeps its memory: cuda-bindings is not installed"
 
 
 def _grad_weight() -> str:

@@ -21,6 +21,7 @@ _PUBLISHED = {
     "cuda": {"fp8": 1 + 1, "bf16": 2},  # codes and their transpose
 }
 _CACHE, _ACTIVATIONS = "KV cache, in rollouts", "activations of one microbatch, in training"
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # of an engine step: large products for a GPU, small temporaries on a CPU
 _ANY = 1 << 60  # tokens
 _RESERVE_GB = 6.0  # of a GPU: libraries, captured graphs, logits, and what a prefill step holds
 _TRAINING = {"cpu": 4 + 8 + 8, "cuda": 4 + 8 + 4}  # FP32 master, two FP32 moments, the gradient
@@ -62,7 +63,8 @@ def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> 
     wanted = running * (per_sequence + rollout.block_size)
     stays = sum(gb for _, gb in _standing(config, model))
     cache = rollout.cache_tokens or min(wanted, cache_that_fits(model, config.kv_cache, device_of(config.device), stays))
-    limits = EngineLimits(running, rollout.max_batch_tokens, cache, rollout.block_size)
+    batch = rollout.max_batch_tokens or BATCH_TOKENS[device_of(config.device).type]
+    limits = EngineLimits(running, batch, cache, rollout.block_size)
     plan_cache(limits, longest)
     per_update = completions // config.algorithm.updates_per_step
     microbatch = max(1, config.optimizer.microbatch_tokens // longest)

@@ -23,10 +23,15 @@ log = logging.getLogger("jetrl")
 
 def arena(size: int, device: torch.device) -> PagedArena | KeptArena:
     """An arena of `size` bytes, memory included. Raises ValueError, saying what is free, if there is not enough."""
-    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
+    if gives_back():
         return PagedArena(size, device)
     log.warning("cuda-bindings is not installed, so the KV cache keeps its memory during training; pip install 'jetrl[hopper]'")
     return KeptArena(size, device)
+
+
+def gives_back() -> bool:
+    """Whether an arena can give its memory back here."""
+    return bool(importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"))
 
 
 class KeptArena:
