@@ -23,7 +23,7 @@ from jetrl.model.config import read_config
 from jetrl.model.sources import resolve_model
 from jetrl.model.tokenizer import load_tokenizer, stop_token_ids
 from jetrl.model.transformer import Transformer
-from jetrl.plan import BATCH_TOKENS, GB, cache_that_fits
+from jetrl.plan import BATCH_TOKENS, GB, cache_that_fits, full_cache
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request
 from jetrl.rollout.engine import Engine, EngineLimits, Progress
@@ -118,7 +118,7 @@ def generate_texts(
 
 def _limits(model: Transformer, sequences: int, longest: int) -> EngineLimits:
     """A cache for so many sequences of full length or, on a GPU, what fits beside the model."""
-    wanted = sequences * (-(-longest // _BLOCK) + 1) * _BLOCK  # one block more: a prompt's, kept for the rest of its group
+    wanted = full_cache(sequences, longest, _BLOCK)
     standing = torch.cuda.memory_allocated(model.device) / GB if model.device.type == "cuda" else 0.0
     fits = cache_that_fits(model.config, "fp8" if model.kv_fp8 else "bf16", model.device, standing)
     return EngineLimits(sequences, BATCH_TOKENS[model.device.type], min(wanted, fits), _BLOCK)

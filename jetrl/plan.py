@@ -47,7 +47,8 @@ def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> 
     The cache holds all running sequences at full length, or on a GPU what fits beside all that stays there.
     """
     rollout = config.rollout
-    check_block_size(config.kv_cache, rollout.block_size, device_of(config.device))
+    device = device_of(config.device)
+    check_block_size(config.kv_cache, rollout.block_size, device)
     longest = longest_prompt + rollout.max_completion_tokens
     if longest > model.max_position_embeddings:
         raise ValueError(
@@ -58,12 +59,10 @@ def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> 
         )
     completions = rollout.prompts_per_step * rollout.group_size
     running = min(rollout.max_sequences, max(completions, config.eval.prompts * config.eval.samples))
-    per_sequence = -(-longest // rollout.block_size) * rollout.block_size
-    # One more block a running sequence: a prompt block kept for the rest of its group.
-    wanted = running * (per_sequence + rollout.block_size)
+    wanted = full_cache(running, longest, rollout.block_size)
     stays = sum(gb for _, gb in _standing(config, model))
-    cache = rollout.cache_tokens or min(wanted, cache_that_fits(model, config.kv_cache, device_of(config.device), stays))
-    batch = rollout.max_batch_tokens or BATCH_TOKENS[device_of(config.device).type]
+    cache = rollout.cache_tokens or min(wanted, cache_that_fits(model, config.kv_cache, device, stays))
+    batch = rollout.max_batch_tokens or BATCH_TOKENS[device.type]
     limits = EngineLimits(running, batch, cache, rollout.block_size)
     plan_cache(limits, longest)
     per_update = completions // config.algorithm.updates_per_step
@@ -75,6 +74,11 @@ def plan_batches(config: RunConfig, model: ModelConfig, longest_prompt: int) -> 
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the model, tied embeddings counted once."""
     return sum(prod(shape) for shape in parameter_shapes(model).values())
+
+
+def full_cache(sequences: int, longest: int, block_size: int) -> int:
+    """Tokens of a cache that holds so many sequences at full length, and for each a prompt block kept for its group."""
+    return sequences * (-(-longest // block_size) + 1) * block_size
 
 
 def cache_that_fits(model: ModelConfig, kind: CacheKind, device: torch.device, standing_gb: float) -> int:

@@ -26,7 +26,10 @@ class Arena(Protocol):
         ...
 
     def restore(self) -> None:
-        """Take memory again, with arbitrary content. Raises ValueError, saying what is free, if there is not enough."""
+        """Take memory again, with arbitrary content. Nothing happens if it is there.
+
+        Raises ValueError, saying what is free, if there is not enough.
+        """
         ...
 
 

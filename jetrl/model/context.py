@@ -215,6 +215,11 @@ def bytes_per_token(kind: CacheKind, layers: int, kv_heads: int, head_dim: int) 
     return layers * 2 * kv_heads * (head_dim + 4 if kind == "fp8" else 2 * head_dim)
 
 
+def _slots_of(tables: Tensor, size: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Slot of each position [S, K] of sequences [S], by block tables int64 [all, most blocks]; see `build_layout`."""
+    return lambda sequences, position: tables[sequences].gather(1, position // size) * size + position % size
+
+
 @dataclass(slots=True)
 class PagedContext:
     """New tokens of running sequences, whose earlier keys and values lie in the paged cache."""
@@ -228,11 +233,7 @@ class PagedContext:
     @staticmethod
     def of(cache: KVCache, query_lengths: list[int], context_lengths: list[int], block_tables: Tensor) -> PagedContext:
         """block_tables: int64 [S, most blocks], padded with any valid block."""
-        size = cache.block_size
-
-        def slots(sequences: Tensor, position: Tensor) -> Tensor:
-            return block_tables[sequences].gather(1, position // size) * size + position % size
-
+        slots = _slots_of(block_tables, cache.block_size)
         lengths, contexts = torch.tensor(query_lengths), torch.tensor(context_lengths)
         sequence = torch.repeat_interleave(torch.arange(len(query_lengths)), lengths)
         first = torch.repeat_interleave(contexts - lengths - (lengths.cumsum(0) - lengths), lengths)
@@ -243,7 +244,7 @@ class PagedContext:
         if device.type == "cpu":
             layout = build_layout(query_lengths, context_lengths, slots)
         else:
-            layout = Sequences(query_lengths, context_lengths, None, send(block_tables.int(), device), size, device)
+            layout = Sequences(query_lengths, context_lengths, None, send(block_tables.int(), device), cache.block_size, device)
         return PagedContext(send(positions, device), layout, cache, send(mapping, device))
 
     @staticmethod
@@ -251,14 +252,9 @@ class PagedContext:
         """One new token of each lane [R]. On a GPU nothing here waits for the device or depends on what it holds."""
         layout: Layout | Sequences | LaneSequences
         if lane.device.type == "cpu":
-            tables, size = lanes.table[lane.long()].long(), lanes.block_size
-            contexts = (
-                inputs.context[lane.long()].clamp(min=1).tolist()
-            )  # a row that takes no part has its place: any key will do
-
-            def slots(sequences: Tensor, position: Tensor) -> Tensor:
-                return tables[sequences].gather(1, position // size) * size + position % size
-
+            # A row that takes no part keeps its place among the queries; any key will do.
+            contexts = inputs.context[lane.long()].clamp(min=1).tolist()
+            slots = _slots_of(lanes.table[lane.long()].long(), lanes.block_size)
             layout = build_layout([1] * len(contexts), contexts, slots)
         else:
             by_lane = (inputs.query_start, inputs.query_length, inputs.context)

@@ -84,7 +84,6 @@ class Engine:
         )  # fmt: skip
         self._pool = BlockPool(blocks, size)
         self._prefixes = Prefixes(self._pool)
-        self._asleep = False
         self.lag = LAG if model.device.type == "cuda" else 0  # any gives the same completions
         self.policy_version = 0
         self.stats = Stats()
@@ -100,12 +99,13 @@ class Engine:
         assert self._nothing_runs(), "sent to sleep in the middle of a generation"
         self._prefixes.clear()
         self._memory.release()
-        self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory again, at the same place. Raises ValueError, saying what is free, if there is not enough."""
+        """Take the memory again, at the same place; nothing happens if it is there.
+
+        Raises ValueError, saying what is free, if there is not enough.
+        """
         self._memory.restore()
-        self._asleep = False
 
     def metrics(self) -> dict[str, float]:
         """Of the last generation, for a run's row: tokens/s and seconds by phase, preemptions."""
@@ -140,8 +140,7 @@ class Engine:
             raise ValueError(f"temperature is {temperature}; a finite number is wanted, 0 for greedy decoding or above")
         sequences = self._sequences(requests)
         assert self._nothing_runs(), "blocks leaked, or two generations at a time"
-        if self._asleep:
-            self.wake()
+        self.wake()
         self._pool.peak = 0
         scheduler = Scheduler(self._pool, self._machine.lanes.state.shape[0] - 1, self.limits.max_batch_tokens, self._prefixes)
         generation = Generation(self._machine, scheduler, sequences, temperature, trace, self.lag, self.policy_version)

@@ -178,13 +178,9 @@ class Generation:
         """Lanes of new sequences."""
         if not started:
             return
-        state = torch.zeros(len(started), COLUMNS, dtype=torch.int64)
-        for row, s in zip(state, started, strict=True):
-            row[TOKEN], row[LENGTH], row[PROMPT], row[LIMIT] = s.tokens[-1], s.length, s.prompt_length, s.limit
-            row[SEED] = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
-            row[FORCED] = s.forced is not None
-        device = self.machine.model.device
-        self.machine.lanes.state[send(torch.tensor([s.lane for s in started]), device)] = send(state, device)
+        lanes, device = self.machine.lanes, self.machine.model.device
+        state = torch.tensor([_lane_state(s) for s in started])
+        lanes.state[send(torch.tensor([s.lane for s in started]), device)] = send(state, device)
 
     def _decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each, through the decoder. A block that a sequence got for this step goes along."""
@@ -302,3 +298,12 @@ class Generation:
         if sequence.finish_reason is not None:
             self.finished += 1
             self.scheduler.finish(sequence)
+
+
+def _lane_state(s: Sequence) -> list[int]:
+    """The row of a sequence that starts, see `Lanes.state`."""
+    row = [0] * COLUMNS
+    row[TOKEN], row[LENGTH], row[PROMPT], row[LIMIT] = s.tokens[-1], s.length, s.prompt_length, s.limit
+    row[SEED] = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
+    row[FORCED] = int(s.forced is not None)
+    return row

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl.kernels.hopper.driver import checked
+
 log = logging.getLogger("jetrl")
 
 
@@ -67,9 +69,9 @@ class PagedArena:
         self._place.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._place.location.id = device.index or 0
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        step = int(_checked(driver.cuMemGetAllocationGranularity(self._place, smallest)))
+        step = int(checked(driver.cuMemGetAllocationGranularity(self._place, smallest)))
         self._size = -(-size // step) * step
-        self._address = _checked(driver.cuMemAddressReserve(self._size, 0, 0, 0))
+        self._address = checked(driver.cuMemAddressReserve(self._size, 0, 0, 0))
         self._pages: Any = None
         self.restore()
         self.bytes: Tensor = torch.as_tensor(_Range(int(self._address), size), device=device)
@@ -78,8 +80,8 @@ class PagedArena:
         if self._pages is None:
             return
         torch.cuda.synchronize(self._device)  # nothing may still read or write there
-        _checked(self._driver.cuMemUnmap(self._address, self._size))
-        _checked(self._driver.cuMemRelease(self._pages))
+        checked(self._driver.cuMemUnmap(self._address, self._size))
+        checked(self._driver.cuMemRelease(self._pages))
         self._pages = None
 
     def restore(self) -> None:
@@ -93,15 +95,9 @@ class PagedArena:
                 f"the KV cache wants {self._size / 1e9:.1f} GB, but {free / 1e9:.1f} of the GPU's {total / 1e9:.1f} GB are "
                 f"free ({status!r}). Set rollout.cache_tokens to less, or end what else uses the GPU."
             )
-        _checked(self._driver.cuMemMap(self._address, self._size, 0, pages, 0))
+        checked(self._driver.cuMemMap(self._address, self._size, 0, pages, 0))
         access = self._driver.CUmemAccessDesc()
         access.location = self._place.location
         access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _checked(self._driver.cuMemSetAccess(self._address, self._size, [access], 1))
+        checked(self._driver.cuMemSetAccess(self._address, self._size, [access], 1))
         self._pages = pages
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned besides its status."""
-    assert not int(result[0]), f"CUDA: {result[0]!r}"
-    return result[1] if len(result) > 1 else None

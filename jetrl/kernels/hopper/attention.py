@@ -110,6 +110,24 @@ def _row_offsets(GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(
+    sequence_ptr,  # int32 [N], see Tiles
+    token_ptr,  # int32 [N]
+    query_length_ptr,  # int32 [S]
+    context_ptr,  # int32 [S]
+    KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a full tile
+):
+    """This program's key head, sequence, first token, keys ahead of the new tokens, tokens, and the end of what it sees."""
+    head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    sequence, token = tl.load(sequence_ptr + tile), tl.load(token_ptr + tile)
+    length = tl.load(query_length_ptr + sequence)
+    before = tl.load(context_ptr + sequence) - length
+    here = tl.minimum(length - token, TOKENS)
+    return head, sequence, token, before, here, before + token + here
+
+
+@triton.jit
 def _key_tile(
     key_start,  # int64, flat row of the sequence's first key; packed keys
     table_ptr,  # int32 [most blocks], the sequence's blocks; paged keys
@@ -167,15 +185,9 @@ def _forward_kernel(
     """One tile of query rows of one key head, in any phase. `prefill` is a second kernel, for speed, with the same bits."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     STRIDE: tl.constexpr = KV_HEADS * DIM
-    TOKENS: tl.constexpr = ROWS // GROUP
-    head = tl.program_id(0) % KV_HEADS
-    tile = tl.program_id(0) // KV_HEADS
-    sequence = tl.load(sequence_ptr + tile)
-    token = tl.load(token_ptr + tile)
-    length = tl.load(query_length_ptr + sequence)
-    before = tl.load(context_ptr + sequence) - length  # keys ahead of the new tokens
-    here = tl.minimum(length - token, TOKENS)  # tokens of this tile
-    key_end = before + token + here
+    head, sequence, token, before, here, key_end = tile_of_program(
+        sequence_ptr, token_ptr, query_length_ptr, context_ptr, KV_HEADS, ROWS // GROUP
+    )
     if BLOCK_SIZE == 0:
         key_start = tl.load(key_start_ptr + sequence)
         blocks = key_start_ptr  # not read

@@ -44,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl.kernels.hopper.attention import KEYS, LOG2_E, Tiles, _launch, _load_rows, _row_offsets
+from jetrl.kernels.hopper.attention import KEYS, LOG2_E, Tiles, _launch, _load_rows, _row_offsets, tile_of_program
 from jetrl.kernels.hopper.quant import _to_e4m3, amax, empty_rows, encode_bf16, group_scale
 from jetrl.kernels.quant import E4M3, GROUP, Quantized
 
@@ -196,14 +196,12 @@ def _walk(
     ROWS: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum and total of rows over the keys that they see: all ahead of seen_by_all, and those up to `position`."""
-    o = tl.zeros((SUMS, DIM), tl.float32)
-    m = tl.full((SUMS,), float("-inf"), tl.float32)
-    total = tl.zeros((SUMS,), tl.float32)
+    o, m, total = _no_sums(SUMS, DIM)
     for key in range(0, seen_by_all, KEYS):
         k, k_scale, v, v_scale = _load_tile(
             k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, key, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS
         )
-        t = _sum_rows(tl.dot(q, tl.trans(k)), ROWS, SUMS) * k_scale[None, :]
+        t = _scores(q, k, k_scale, ROWS, SUMS)
         # Over rows that are all the same, so that each thread has it without a way through shared memory.
         v_max = tl.max(tl.broadcast_to(v_scale[None, :], (SUMS, KEYS)), 1)[:, None]
         o, m, total = _fold(t, row_c, v_scale[None, :], v_max, v, o, m, total, ROWS, SUMS, KEYS)
@@ -213,7 +211,7 @@ def _walk(
         )
         v = _keep(v, (key + tl.arange(0, KEYS) < key_end)[None, :])
         sees = (key + _key_of_column(KEYS))[None, :] <= position[:, None]
-        t = tl.where(sees, _sum_rows(tl.dot(q, tl.trans(k)), ROWS, SUMS) * k_scale[None, :], float("-inf"))
+        t = tl.where(sees, _scores(q, k, k_scale, ROWS, SUMS), float("-inf"))
         v_scale = tl.where(sees, v_scale[None, :], 0.0)
         v_max = tl.maximum(tl.max(v_scale, 1), 1e-15)[:, None]  # below every scale there is: of rows that see no key here
         o, m, total = _fold(t, row_c, v_scale, v_max, v, o, m, total, ROWS, SUMS, KEYS)
@@ -276,15 +274,9 @@ def _forward_kernel(
 ):
     """One tile of query rows of one key head, in any phase."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    TOKENS: tl.constexpr = ROWS // GROUP
-    head = tl.program_id(0) % KV_HEADS
-    tile = tl.program_id(0) // KV_HEADS
-    sequence = tl.load(sequence_ptr + tile)
-    token = tl.load(token_ptr + tile)
-    length = tl.load(query_length_ptr + sequence)
-    before = tl.load(context_ptr + sequence) - length  # keys ahead of the new tokens
-    here = tl.minimum(length - token, TOKENS)  # tokens of this tile
-    key_end = before + token + here
+    head, sequence, token, before, here, key_end = tile_of_program(
+        sequence_ptr, token_ptr, query_length_ptr, context_ptr, KV_HEADS, ROWS // GROUP
+    )
     blocks = table_ptr + sequence.to(tl.int64) * table_stride
 
     flat = tl.load(query_start_ptr + sequence).to(tl.int64) + token

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.hopper.choice import chosen
+from jetrl.kernels.hopper.driver import checked
 from jetrl.kernels.quant import GROUP, Quantized
 
 log = logging.getLogger("jetrl")
@@ -80,24 +81,18 @@ def accumulate(a: Quantized, b: Quantized, accumulator: Tensor) -> None:
 # ---- the CUDA kernel ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned besides its status."""
-    assert not int(result[0]), f"CUDA: {result[0]!r}"
-    return result[1] if len(result) > 1 else None
-
-
 def compile_source() -> bytes:
     """Machine code of `grad_weight.cu` for Hopper. Needs NVRTC, no GPU."""
     from cuda.bindings import nvrtc
 
-    program = _checked(nvrtc.nvrtcCreateProgram(_SOURCE.read_bytes(), _SOURCE.name.encode(), 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(_SOURCE.read_bytes(), _SOURCE.name.encode(), 0, [], []))
     options = [b"--gpu-architecture=sm_90a", b"-std=c++17"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    said = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-    _checked(nvrtc.nvrtcGetProgramLog(program, said))
+    said = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+    checked(nvrtc.nvrtcGetProgramLog(program, said))
     assert not int(status), said.decode()
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    code = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+    checked(nvrtc.nvrtcGetCUBIN(program, code))
     return code
 
 
@@ -112,8 +107,8 @@ class _CudaKernel:
     def launch(self, a: Quantized, b: Quantized, accumulator: Tensor) -> None:
         from cuda.bindings import driver
 
-        if not int(_checked(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
-            _checked(driver.cuCtxSetCurrent(self.context))
+        if not int(checked(driver.cuCtxGetCurrent())):  # a thread that has not called CUDA yet
+            checked(driver.cuCtxSetCurrent(self.context))
         (n, k), groups = accumulator.shape, a.codes.shape[1] // GROUP
         maps = (_codes_map(a, _ROWS), _codes_map(b, _COLS), _scales_map(a, _ROWS), _scales_map(b, _COLS))
         values = (*maps, accumulator.data_ptr(), n, k, groups)
@@ -121,7 +116,7 @@ class _CudaKernel:
         programs = min(self.programs, triton.cdiv(n, _ROWS) * triton.cdiv(k, _COLS))
         stream = torch.cuda.current_stream(accumulator.device).cuda_stream
         with torch.cuda.device(accumulator.device):
-            _checked(driver.cuLaunchKernel(self.function, programs, 1, 1, _THREADS, 1, 1, _SHARED, stream, (values, types), 0))
+            checked(driver.cuLaunchKernel(self.function, programs, 1, 1, _THREADS, 1, 1, _SHARED, stream, (values, types), 0))
 
 
 @cache
@@ -130,11 +125,11 @@ def _cuda_kernel(device: int) -> _CudaKernel:
 
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context the current one
-        module = _checked(driver.cuModuleLoadData(compile_source()))
-        function = _checked(driver.cuModuleGetFunction(module, b"grad_weight"))
+        module = checked(driver.cuModuleLoadData(compile_source()))
+        function = checked(driver.cuModuleGetFunction(module, b"grad_weight"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, limit, _SHARED))
-        context = _checked(driver.cuCtxGetCurrent())
+        checked(driver.cuFuncSetAttribute(function, limit, _SHARED))
+        context = checked(driver.cuCtxGetCurrent())
     return _CudaKernel(context, function, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -157,7 +152,7 @@ def _tensor_map(x: Tensor, shape: tuple[int, int], box: tuple[int, int], distanc
     is_codes = x.element_size() == 1
     kind, swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     u32, u64 = driver.cuuint32_t, driver.cuuint64_t
-    return _checked(
+    return checked(
         driver.cuTensorMapEncodeTiled(
             kind.CU_TENSOR_MAP_DATA_TYPE_UINT8 if is_codes else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             2,

@@ -16,8 +16,8 @@ and values into their blocks; for training it also writes BF16 of the codes' val
 Layout rules: as in `norm`, the order of the sum over a head depends on `dim` alone, and nothing is contracted into fused
 multiply-adds, so the rotation has the bits of the CPU reference. Norm-weight gradients: chunks of tokens, then those in order.
 
-In decode a launch is all latency. So everything is read before the first sum, and codes and scales are written from where they
-are formed: Triton's own stores of single bytes would first move them through shared memory, with barriers, to no use.
+In decode a launch is mostly latency, so everything is read before the first sum. Codes and scales are written from where they
+are formed, without a way through shared memory; at 256 tokens that is slower than Triton's own stores were (docs/log.md).
 
 Given up: rows of the cache have to be [kv_heads, dim] without gaps. Codes of values lie a block apart, since the cache holds
 them transposed, and are written byte by byte.

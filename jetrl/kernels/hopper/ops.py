@@ -2,10 +2,11 @@
 
     add_rms_norm     sum, norm and 1x128 codes in one pass; the 128x1 codes for training in a second, from the sum
     silu_mul         both layouts from one read, and so its gradient
-    activation       attention's output and gradients that arrive in BF16: both layouts from one read
+    activation       what arrives in BF16, attention's output and gradients: both layouts from one read
     linear           DeepGEMM, torch or Triton, see hopper/gemm.py
     grad_weight      a CUDA kernel of our own, see hopper/grad_weight.py
-    attention        one kernel for all phases; its gradient by FlashAttention 4 or in two kernels, see hopper/flash.py
+    attention        BF16 in hopper/attention.py and prefill.py, FP8 in hopper/attention_fp8.py, which in decode hands on codes;
+                     its gradient by FlashAttention 4 or in two kernels, see hopper/flash.py
 
 In flow bf16 the same operators hand on BF16 tensors, and the forward's products are batch-invariant BF16 ones.
 """
