@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from jetrl.bench import rollout, run
-from jetrl.bench.profiling import LONG_GAP, Profile, gap_rows, gaps_between
+from jetrl.bench.profiling import LONG_GAP, Profile, gap_rows, one_after_the_other
 from jetrl.bench.rollout import CASES, FLOWS, Case, Measured
 from jetrl.bench.table import render
 from jetrl.bench.timing import BF16_NOMINAL, FP8_NOMINAL, Ceilings
@@ -149,8 +149,9 @@ def test_tables_fit_a_terminal_and_come_case_by_case() -> None:
 
 
 def test_gaps_are_what_no_kernel_covers() -> None:
-    assert gaps_between([(30.0, 40.0), (0.0, 10.0), (5.0, 8.0), (10.0, 12.0)]) == [18.0]
-    assert gaps_between([]) == []
+    spans = [("a", 30.0, 40.0), ("a", 0.0, 10.0), ("b", 5.0, 8.0), ("c", 9.0, 12.0)]
+    assert one_after_the_other(spans) == ({"a": (2, 20.0), "b": (1, 0.0), "c": (1, 2.0)}, [18.0])
+    assert one_after_the_other([]) == ({}, [])
     every, late = gap_rows(Profile({"k": (2, 100.0)}, [1.0, LONG_GAP + 9], 2))
     assert (every.ours, every.extra["%"], late.ours) == (10.0, 20.0, 9.5)
 

@@ -19,7 +19,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from jetrl.kernels.hopper import attention, gemm, grad_weight, prefill  # noqa: E402
+from jetrl.kernels.hopper import (  # noqa: E402
+    attention,
+    attention_fp8,
+    gemm,
+    grad_weight,
+    heads,
+    norm,
+    prefill,
+    quant,
+)
 from jetrl.kernels.quant import GROUP  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -144,3 +153,47 @@ def test_the_cuda_kernel_compiles_without_spills(tmp_path: Path) -> None:
     cubin.write_bytes(grad_weight.compile_source())
     usage = subprocess.run([PTXAS.with_name("cuobjdump"), "-res-usage", cubin], capture_output=True, text=True, check=True)
     assert "STACK:0 " in usage.stdout and "LOCAL:0 " in usage.stdout, usage.stdout
+
+
+# --- Kernels that start while the one before them runs
+
+
+def early_starters() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Every kernel that is launched with `overlap.OPTIONS`, with types of its arguments and its compile-time sizes."""
+    norm_types = {"x_ptr": "*bf16", "delta_ptr": "*bf16", "weight_ptr": "*bf16", "sum_ptr": "*bf16", "y_ptr": "*fp8e4nv"}
+    norm_types |= {"scales_ptr": "*fp32", "inverse_ptr": "*fp32", "eps": "fp32", "scale_stride": "i32", "gate_up_ptr": "*bf16"}
+    norm_types |= {"width": "i32", "programs_per_row": "i32"}
+    row_types = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+    row_types |= dict.fromkeys(("rows", "cols", "stored_cols", "x_stride", "codes_stride", "scales_stride"), "i32")
+    head_types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in heads._split_heads.arg_names} | {"eps": "fp32"}
+    head_types |= {n: "*fp8e4nv" for n in head_types if "codes" in n} | {n: "*fp32" for n in head_types if "scales" in n}
+    head_types |= {"positions_ptr": "*i64", "rows_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    head_sizes = heads._tile(heads.Heads(32, 8, 128))[0] | {"HAS_BIAS": True, "HAS_NORM": True, "HAS_ROWS": True}
+    codes = {"q_ptr": "*fp8e4nv", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", "out_ptr": "*fp8e4nv", "scale_stride": "i32"}
+    codes = POINTERS | codes | dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "scales_ptr"), "*fp32")
+    tile = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "BLOCK_SIZE": 64, "ROWS": 64, "KEYS": 64, "WANT_LSE": False, "lse_ptr": None}
+    return [
+        (norm._add_rms_norm, norm_types, {"WIDTH": 4096, "GROUPS": 32, "HAS_DELTA": True, "QUANTIZE": True}),
+        (norm._silu_mul_rows, norm_types, {"GROUPS": 16, "QUANTIZE": True}),
+        (quant._rows_kernel, row_types, {"ROWS": 32}),
+        (heads._split_heads, head_types, head_sizes | {"BLOCK_SIZE": 64, "KEEP": False}),
+        (heads._split_heads, head_types, head_sizes | {"BLOCK_SIZE": 0, "KEEP": True}),
+        (attention._forward_kernel, POINTERS, tile | {"SKIP": False, "key_start_ptr": None}),
+        (attention_fp8._forward_kernel, codes, tile | {"ONE_TOKEN": True, "CODES": True}),
+    ]
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(which: int) -> None:
+    kernel, types, fixed = early_starters()[which]
+    ptx = compile_for_hopper(kernel, types, fixed, num_warps=4, enable_fp_fusion=False, launch_pdl=True)
+    touches = re.search(r"(ld|st|cp\.async\S*|prefetch|red|atom)\.\S*global", ptx)
+    assert touches and ptx.count("griddepcontrol.wait;") == ptx.count("griddepcontrol.launch_dependents;") == 1
+    assert ptx.index("griddepcontrol.wait;") < ptx.index("griddepcontrol.launch_dependents;") < touches.start()
+    body = ptx[ptx.index("{") : ptx.index("griddepcontrol.wait;")]
+    assert not re.search(r"\bbra\b|\bret;", body)  # every program waits
+
+
+def test_every_kernel_that_starts_early_is_tried() -> None:
+    launches = sum(file.read_text().count("**OPTIONS") for file in Path(norm.__file__).parent.glob("*.py"))
+    assert launches == len({kernel for kernel, _, _ in early_starters()})

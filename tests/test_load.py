@@ -63,7 +63,7 @@ def distinct_requests(vocabulary: int, longest_prompt: int, longest_completion: 
 
 
 def run_alone(model: Transformer, load: Load, version: int, limits: EngineLimits) -> Alone:
-    """Each sequence by itself, in an engine of its own; on a GPU, whose arenas stay, in one that has forgotten all others."""
+    """Each sequence by itself, in an engine of its own; on a GPU, for speed, in one that has forgotten all others."""
     results: Alone = {}
     engine = Engine(model, limits, load.eos)
     for number, request in enumerate(load.distinct):

@@ -30,14 +30,20 @@ class Profile:
         return time / max(time + sum(self.gaps), 1e-9)
 
 
-def gaps_between(spans: Iterable[tuple[float, float]]) -> list[float]:
-    """Lengths of what no span (start, end) covers; spans may overlap."""
+def one_after_the_other(spans: Iterable[tuple[str, float, float]]) -> tuple[dict[str, tuple[int, float]], list[float]]:
+    """Number and time of spans (name, start, end) by name, and the lengths of what no span covers.
+
+    Time in which several run is that of the first: a kernel that starts early does nothing but wait for the one before.
+    """
+    times: dict[str, tuple[int, float]] = {}
     gaps, until = [], None
-    for start, end in sorted(spans):
+    for name, start, end in sorted(spans, key=lambda span: span[1:]):
         if until is not None and start > until:
             gaps.append(start - until)
+        count, time = times.get(name, (0, 0.0))
+        times[name] = count + 1, time + max(end - (start if until is None else max(start, until)), 0.0)
         until = end if until is None else max(until, end)
-    return gaps
+    return times, gaps
 
 
 def profiled(work: Call, runs: int) -> Profile:
@@ -48,10 +54,9 @@ def profiled(work: Call, runs: int) -> Profile:
         for _ in range(runs):
             work()
         torch.cuda.synchronize()
-    seen = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
-    kernels = {e.key: (e.count, e.self_device_time_total) for e in seen}
-    ranges = [e.time_range for e in profiler.events() or [] if e.device_type.name == "CUDA"]
-    return Profile(kernels, gaps_between((r.start, r.end) for r in ranges), runs)
+    seen = [e for e in profiler.events() or [] if e.device_type.name == "CUDA"]
+    kernels, gaps = one_after_the_other((e.name, e.time_range.start, e.time_range.end) for e in seen)
+    return Profile(kernels, gaps, runs)
 
 
 def kernel_rows(kernels: dict[str, tuple[int, float]], runs: int) -> list[Row]:

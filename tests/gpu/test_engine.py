@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from functools import cache
@@ -206,6 +207,11 @@ def test_a_sleeping_engine_gives_its_memory_to_others_and_wakes_at_the_same_plac
     engine.sleep()
     del rest
     assert before - free() < 1 << 30
+    engine.wake()
+    assert before - free() >= size
+    del engine
+    gc.collect()
+    assert before - free() < 1 << 30  # with an engine its cache goes
 
 
 # --- Lanes and checksums

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ class _Range:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-class PagedArena:
-    """See `Arena`. It lives as long as the process: its range is never given back."""
+class _Pages:
+    """A range of addresses, and the memory behind it while there is some."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -71,33 +72,54 @@ class PagedArena:
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         step = int(checked(driver.cuMemGetAllocationGranularity(self._place, smallest)))
         self._size = -(-size // step) * step
-        self._address = checked(driver.cuMemAddressReserve(self._size, 0, 0, 0))
-        self._pages: Any = None
-        self.restore()
-        self.bytes: Tensor = torch.as_tensor(_Range(int(self._address), size), device=device)
+        self.address = checked(driver.cuMemAddressReserve(self._size, 0, 0, 0))
+        self._handle: Any = None
 
-    def release(self) -> None:
-        if self._pages is None:
+    def unmap(self) -> None:
+        if self._handle is None:
             return
         torch.cuda.synchronize(self._device)  # nothing may still read or write there
-        checked(self._driver.cuMemUnmap(self._address, self._size))
-        checked(self._driver.cuMemRelease(self._pages))
-        self._pages = None
+        checked(self._driver.cuMemUnmap(self.address, self._size))
+        checked(self._driver.cuMemRelease(self._handle))
+        self._handle = None
 
-    def restore(self) -> None:
-        if self._pages is not None:
+    def map(self) -> None:
+        if self._handle is not None:
             return
         torch.cuda.empty_cache()
-        status, pages = self._driver.cuMemCreate(self._size, self._place, 0)
+        status, handle = self._driver.cuMemCreate(self._size, self._place, 0)
         if int(status):
             free, total = torch.cuda.mem_get_info(self._device)
             raise ValueError(
                 f"the KV cache wants {self._size / 1e9:.1f} GB, but {free / 1e9:.1f} of the GPU's {total / 1e9:.1f} GB are "
                 f"free ({status!r}). Set rollout.cache_tokens to less, or end what else uses the GPU."
             )
-        checked(self._driver.cuMemMap(self._address, self._size, 0, pages, 0))
+        checked(self._driver.cuMemMap(self.address, self._size, 0, handle, 0))
         access = self._driver.CUmemAccessDesc()
         access.location = self._place.location
         access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        checked(self._driver.cuMemSetAccess(self._address, self._size, [access], 1))
+        checked(self._driver.cuMemSetAccess(self.address, self._size, [access], 1))
+        self._handle = handle
+
+    def give_up(self) -> None:
+        """Memory and addresses, for good."""
+        self.unmap()
+        checked(self._driver.cuMemAddressFree(self.address, self._size))
+
+
+class PagedArena:
+    """See `Arena`. Memory and addresses are given back for good when nothing refers to `bytes` or a view of it any more."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pages = _Pages(size, device)
+        pages.map()
+        there = _Range(int(pages.address), size)  # which torch keeps as long as a tensor reads it
+        weakref.finalize(there, pages.give_up).atexit = False  # at its end a process loses all of it anyway
         self._pages = pages
+        self.bytes: Tensor = torch.as_tensor(there, device=device)
+
+    def release(self) -> None:
+        self._pages.unmap()
+
+    def restore(self) -> None:
+        self._pages.map()

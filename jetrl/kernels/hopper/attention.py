@@ -51,6 +51,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.hopper.overlap import OPTIONS, take_turn
 from jetrl.kernels.hopper.prefill import KEYS as PREFILL_KEYS
 from jetrl.kernels.hopper.prefill import LOG2_E, prefill, work_list
 
@@ -183,6 +184,7 @@ def _forward_kernel(
     WANT_LSE: tl.constexpr,
 ):
     """One tile of query rows of one key head, in any phase. `prefill` is a second kernel, for speed, with the same bits."""
+    take_turn()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     STRIDE: tl.constexpr = KV_HEADS * DIM
     head, sequence, token, before, here, key_end = tile_of_program(
@@ -501,7 +503,7 @@ def forward(
         tokens, 0 if tiles.table is None else tiles.table.stride(0), LOG2_E / math.sqrt(dim),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=tiles.block_size, ROWS=launch.rows, KEYS=KEYS,
         SKIP=skip, WANT_LSE=want_lse,
-        num_warps=launch.warps, num_stages=stages, enable_fp_fusion=False,
+        num_warps=launch.warps, num_stages=stages, enable_fp_fusion=False, **OPTIONS,
     )  # fmt: skip
     return out, lse
 

@@ -15,13 +15,13 @@ of 64 keys, of which a row sees some, c = log2(e) / sqrt(dim):
     o = o exp2(m - m') + (v_max / 448) (e4m3(p v_scale (448 / v_max)) v)      FP8 `wgmma`, fresh FP32 sum
     out = bf16(o / total),  lse = (m + log2 total) ln 2
 
-Two loops: over tiles of which each row sees every key, without any mask, and over what is left, one or two tiles. There rows
-have their own v_max; where they see all keys the numbers are those of the first loop. Codes of values that are not a visible
-key's are zeroed, since stale memory can hold NaN; keys and scales of such places end in scores that the mask replaces.
+Two parts: tiles of which each row sees every key, without any mask, and what is left, one or two tiles. There rows have their
+own v_max; where they see all keys the numbers are those of the first part. Codes of values that are not a visible key's are
+zeroed, since stale memory can hold NaN; keys and scales of such places end in scores that the mask replaces.
 
 Decode has one token a tile: up to 8 of its 64 rows matter. Of a product's sum a thread has rows r and r + 8 of each 16. Only
 the first eight are gone on with, which halves all work but the products; groups of more than 8 query heads keep all rows. The
-last tile is asked for, into the L2 cache, before the first is read, since nothing is loaded ahead of the second loop.
+last tile, which has a mask, is loaded into registers before the first: it is there when the loop over the others ends.
 
 The sum of the first product lies in a thread as columns 8 h + 2 q + e of each 16 (q: its place in the quad, h, e: 0 or 1), the
 second product wants four neighbours, 4 q + 2 h + e, in one register. So keys are loaded in an order in which the columns of a
@@ -45,6 +45,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.hopper.attention import KEYS, LOG2_E, Tiles, _launch, _load_rows, _row_offsets, tile_of_program
+from jetrl.kernels.hopper.overlap import OPTIONS, take_turn
 from jetrl.kernels.hopper.quant import _to_e4m3, amax, empty_rows, encode_bf16, group_scale
 from jetrl.kernels.quant import E4M3, GROUP, Quantized
 
@@ -57,7 +58,7 @@ class Launch:
     """How the kernel is launched. Changes speed, never bits."""
 
     stages: int  # shared out between the lookup of a block and its codes: 4, 5, 7 for 2, 3, 4 tiles at a time
-    registers: int  # a thread: 168 let three programs on an SM, 128 four
+    registers: int  # a thread: 168 let three programs on an SM
 
 
 PREFILL = Launch(stages=5, registers=168)
@@ -126,35 +127,15 @@ def _places(
 
 @triton.jit
 def _load_tile(
-    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, table_ptr, key, head,
+    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, table_ptr, key, head, within,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Keys [KEYS, DIM], in the order of the columns; their scales; values [DIM, KEYS]; their scales, in that of the columns."""
-    slot, value = _places(table_ptr, key, head, True, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
+    slot, value = _places(table_ptr, key, head, within, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
     lane, dim = tl.arange(0, KEYS), tl.arange(0, DIM)
     k = tl.load(k_ptr + slot * DIM + (_key_of_column(KEYS)[:, None] * DIM + dim[None, :]))
     v = tl.load(v_ptr + value + (dim[:, None] * BLOCK_SIZE + lane[None, :]))
     return k, _by_column(tl.load(k_scale_ptr + slot + lane), KEYS), v, _by_column(tl.load(v_scale_ptr + slot + lane), KEYS)
-
-
-@triton.jit
-def _into_l2(pointers):
-    """Ask for the 128 bytes around each pointer, and wait for nothing."""
-    tl.inline_asm_elementwise("{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [pointers], tl.int32, False, 1)
-
-
-@triton.jit
-def _ask_for_tile(
-    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, table_ptr, key, head, key_end,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """What `_load_tile` would read, into the L2 cache; if the tile is behind the last key, some other place."""
-    slot, value = _places(table_ptr, key, head, key < key_end, KV_HEADS, DIM, BLOCK_SIZE, KEYS)
-    _into_l2(k_ptr + slot * DIM + tl.arange(0, KEYS * DIM // 128) * 128)
-    _into_l2(v_ptr + value + tl.arange(0, DIM) * BLOCK_SIZE)
-    half = tl.arange(0, 2) * (KEYS // 2)
-    _into_l2(k_scale_ptr + slot + half)
-    _into_l2(v_scale_ptr + slot + half)
 
 
 @triton.jit
@@ -190,31 +171,52 @@ def _scores(q, k, k_scale, ROWS: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
+def _fold_edge(
+    q, row_c, position, key, key_end, k, k_scale, v, v_scale, o, m, total,
+    ROWS: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """`_fold` of a tile at `key` of which not every row sees every key: a row sees those up to its `position`."""
+    v = _keep(v, (key + tl.arange(0, KEYS) < key_end)[None, :])
+    sees = (key + _key_of_column(KEYS))[None, :] <= position[:, None]
+    t = tl.where(sees, _scores(q, k, k_scale, ROWS, SUMS), float("-inf"))
+    v_scale = tl.where(sees, v_scale[None, :], 0.0)
+    v_max = tl.maximum(tl.max(v_scale, 1), 1e-15)[:, None]  # below every scale there is: of rows that see no key here
+    return _fold(t, row_c, v_scale, v_max, v, o, m, total, ROWS, SUMS, KEYS)
+
+
+@triton.jit
 def _walk(
     q, row_c, position, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, head, seen_by_all, key_end,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, SUMS: tl.constexpr, KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum and total of rows over the keys that they see: all ahead of seen_by_all, and those up to `position`."""
+    if ONE_TOKEN:
+        last_k, last_k_scale, last_v, last_v_scale = _load_tile(
+            k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, seen_by_all, head, seen_by_all < key_end,
+            KV_HEADS, DIM, BLOCK_SIZE, KEYS,
+        )  # fmt: skip
     o, m, total = _no_sums(SUMS, DIM)
     for key in range(0, seen_by_all, KEYS):
         k, k_scale, v, v_scale = _load_tile(
-            k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, key, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS
+            k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, key, head, True, KV_HEADS, DIM, BLOCK_SIZE, KEYS
         )
         t = _scores(q, k, k_scale, ROWS, SUMS)
         # Over rows that are all the same, so that each thread has it without a way through shared memory.
         v_max = tl.max(tl.broadcast_to(v_scale[None, :], (SUMS, KEYS)), 1)[:, None]
         o, m, total = _fold(t, row_c, v_scale[None, :], v_max, v, o, m, total, ROWS, SUMS, KEYS)
-    for key in tl.range(seen_by_all, key_end, KEYS, num_stages=1):
-        k, k_scale, v, v_scale = _load_tile(
-            k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, key, head, KV_HEADS, DIM, BLOCK_SIZE, KEYS
-        )
-        v = _keep(v, (key + tl.arange(0, KEYS) < key_end)[None, :])
-        sees = (key + _key_of_column(KEYS))[None, :] <= position[:, None]
-        t = tl.where(sees, _scores(q, k, k_scale, ROWS, SUMS), float("-inf"))
-        v_scale = tl.where(sees, v_scale[None, :], 0.0)
-        v_max = tl.maximum(tl.max(v_scale, 1), 1e-15)[:, None]  # below every scale there is: of rows that see no key here
-        o, m, total = _fold(t, row_c, v_scale, v_max, v, o, m, total, ROWS, SUMS, KEYS)
+    if ONE_TOKEN:
+        if seen_by_all < key_end:
+            o, m, total = _fold_edge(
+                q, row_c, position, seen_by_all, key_end, last_k, last_k_scale, last_v, last_v_scale, o, m, total,
+                ROWS, SUMS, KEYS,
+            )  # fmt: skip
+    else:
+        for key in tl.range(seen_by_all, key_end, KEYS, num_stages=1):
+            k, k_scale, v, v_scale = _load_tile(
+                k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, key, head, True, KV_HEADS, DIM, BLOCK_SIZE, KEYS
+            )
+            o, m, total = _fold_edge(q, row_c, position, key, key_end, k, k_scale, v, v_scale, o, m, total, ROWS, SUMS, KEYS)
     return o, m, total
 
 
@@ -273,6 +275,7 @@ def _forward_kernel(
     CODES: tl.constexpr,  # the result is quantised
 ):
     """One tile of query rows of one key head, in any phase."""
+    take_turn()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     head, sequence, token, before, here, key_end = tile_of_program(
         sequence_ptr, token_ptr, query_length_ptr, context_ptr, KV_HEADS, ROWS // GROUP
@@ -283,10 +286,6 @@ def _forward_kernel(
     first_row = flat * HEADS + head * GROUP
 
     seen_by_all = (before + token + 1) // KEYS * KEYS
-    if ONE_TOKEN:
-        _ask_for_tile(
-            k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, seen_by_all, head, key_end, KV_HEADS, DIM, BLOCK_SIZE, KEYS
-        )
     q_token, q_offset = _row_offsets(GROUP, HEADS, ROWS)
     q = _load_rows(q_ptr, first_row * DIM, q_offset * DIM, q_token < here, DIM)
     SUMS: tl.constexpr = ROWS // 2 if ONE_TOKEN and GROUP <= 8 else ROWS
@@ -296,7 +295,7 @@ def _forward_kernel(
     row_c = tl.load(q_scale_ptr + first_row + row_offset, mask=valid, other=0.0) * c
     o, m, total = _walk(
         q, row_c, position, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, blocks, head, seen_by_all, key_end,
-        KV_HEADS, DIM, BLOCK_SIZE, ROWS, SUMS, KEYS,
+        KV_HEADS, DIM, BLOCK_SIZE, ROWS, SUMS, KEYS, ONE_TOKEN,
     )  # fmt: skip
 
     out = (o / total[:, None]).to(tl.bfloat16)
@@ -332,10 +331,8 @@ def _check_operands(q: Quantized, keys: Quantized, values: Quantized, tiles: Til
 
 
 def decode_launch(programs: int) -> Launch:
-    """Four programs an SM where three would take a second round for a few; few programs load further ahead."""
-    if 3 * _SMS < programs <= 4 * _SMS:
-        return Launch(stages=4, registers=128)
-    return Launch(stages=7 if programs <= 3 * _SMS else 5, registers=168)
+    """Few programs load further ahead."""
+    return Launch(stages=7 if programs <= 4 * _SMS else 5, registers=168)
 
 
 def forward(
@@ -359,7 +356,7 @@ def forward(
         tokens, tiles.table.stride(0), scale_stride, LOG2_E / math.sqrt(dim),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=tiles.block_size, ROWS=ROWS, KEYS=KEYS,
         ONE_TOKEN=tiles.decode, WANT_LSE=want_lse, CODES=codes,
-        num_warps=4, num_stages=launch.stages, maxnreg=launch.registers, enable_fp_fusion=False,
+        num_warps=4, num_stages=launch.stages, maxnreg=launch.registers, enable_fp_fusion=False, **OPTIONS,
     )  # fmt: skip
     return out, lse
 

@@ -74,6 +74,7 @@ class DeepGemm:
     def __init__(self) -> None:
         import deep_gemm
 
+        deep_gemm.set_pdl(True)  # see hopper/overlap.py
         self._library = deep_gemm
 
     def fits(self, n: int, k: int) -> bool:

@@ -16,8 +16,7 @@ and values into their blocks; for training it also writes BF16 of the codes' val
 Layout rules: as in `norm`, the order of the sum over a head depends on `dim` alone, and nothing is contracted into fused
 multiply-adds, so the rotation has the bits of the CPU reference. Norm-weight gradients: chunks of tokens, then those in order.
 
-In decode a launch is mostly latency, so everything is read before the first sum. Codes and scales are written from where they
-are formed, without a way through shared memory; at 256 tokens that is slower than Triton's own stores were (docs/log.md).
+In decode a launch is mostly latency, so everything is read before the first sum.
 
 Given up: rows of the cache have to be [kv_heads, dim] without gaps. Codes of values lie a block apart, since the cache holds
 them transposed, and are written byte by byte.
@@ -33,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl.kernels.hopper.norm import aligned, inverse_rms, row_chunks, sum_partials
+from jetrl.kernels.hopper.overlap import OPTIONS, take_turn
 from jetrl.kernels.hopper.quant import amax, encode_bf16, group_scale
 from jetrl.kernels.ops import Target
 from jetrl.kernels.quant import E4M3, Quantized
@@ -54,6 +54,13 @@ class Heads:
     @property
     def width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+@triton.jit
+def _kinds(head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Whether a head of the fused projection, by its number, is one of queries, keys or values."""
+    kv = head - HEADS
+    return kv < 0, (kv >= 0) & (kv < KV_HEADS), (kv >= KV_HEADS) & (kv < 2 * KV_HEADS)
 
 
 @triton.jit
@@ -104,41 +111,20 @@ def _quantize_halves(first, second):
 
 
 @triton.jit
-def _store_bytes(pointers, codes, wanted):
-    """Codes to pointers where wanted, which neighbours along the last dimension, four at a time, all are or are not."""
-    tl.inline_asm_elementwise(
-        """{ .reg .pred p; .reg .b32 b, c, d; setp.ne.b32 p, $6, 0;
-        shr.u32 b, $5, 8; shr.u32 c, $5, 16; shr.u32 d, $5, 24;
-        @p st.global.b8 [$1], $5; @p st.global.b8 [$2], b; @p st.global.b8 [$3], c; @p st.global.b8 [$4], d;
-        mov.b32 $0, 0; }""",
-        "=r,l,l,l,l,r,r", [pointers.to(tl.int64), codes.to(tl.uint8, bitcast=True), wanted.to(tl.uint8)], tl.uint8, False, 4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_scales(pointers, scales, wanted):
-    """FP32 scales to pointers where wanted, by each of the threads that have them."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,f,r", [pointers.to(tl.int64), scales, wanted.to(tl.int32)], tl.int32, False, 1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _store_codes(
     first, second, scale, token, slot, head, col, col_inside,
     q_codes_ptr, q_scales_ptr, key_codes_ptr, key_scales_ptr, value_codes_ptr, value_scales_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of a token's heads, those of queries at `token`, of keys and values at `slot` of their blocks."""
-    is_q, is_k = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    is_q, is_k, is_v = _kinds(head, HEADS, KV_HEADS)
     q_row = token * HEADS + head
     in_block, at = slot // BLOCK_SIZE * KV_HEADS, slot % BLOCK_SIZE
     k_row = (in_block + head - HEADS) * BLOCK_SIZE + at
     v_block = in_block + head - (HEADS + KV_HEADS)
-    kv_scale_ptr = tl.where(is_k, key_scales_ptr + k_row, value_scales_ptr + v_block * BLOCK_SIZE + at)
-    _store_scales(tl.where(is_q, q_scales_ptr + q_row, kv_scale_ptr), scale, is_q | is_k | is_v)
+    tl.store(q_scales_ptr + q_row, scale, mask=is_q)
+    tl.store(key_scales_ptr + k_row, scale, mask=is_k)
+    tl.store(value_scales_ptr + v_block * BLOCK_SIZE + at, scale, mask=is_v)
     q_place = q_codes_ptr + q_row[:, None] * DIM + col[None, :]
     tl.store(q_place, first, mask=is_q[:, None] & col_inside[None, :])
     tl.store(q_place + DIM // 2, second, mask=is_q[:, None] & col_inside[None, :])
@@ -146,8 +132,8 @@ def _store_codes(
     tl.store(k_place, first, mask=is_k[:, None] & col_inside[None, :])
     tl.store(k_place + DIM // 2, second, mask=is_k[:, None] & col_inside[None, :])
     v_place = value_codes_ptr + (v_block[:, None] * DIM + col[None, :]) * BLOCK_SIZE + at
-    _store_bytes(v_place, first, is_v[:, None] & col_inside[None, :])
-    _store_bytes(v_place + DIM // 2 * BLOCK_SIZE, second, is_v[:, None] & col_inside[None, :])
+    tl.store(v_place, first, mask=is_v[:, None] & col_inside[None, :])
+    tl.store(v_place + DIM // 2 * BLOCK_SIZE, second, mask=is_v[:, None] & col_inside[None, :])
 
 
 @triton.jit
@@ -184,14 +170,13 @@ def _split_heads(
     BLOCK_SIZE: tl.constexpr,  # tokens a block of codes; 0: BF16
     KEEP: tl.constexpr,  # with codes, their values besides
 ):
+    take_turn()
     BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     col = tl.arange(0, HALF)
     col_inside = col < DIM // 2
-    is_q = head < HEADS
-    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    is_q, is_k, is_v = _kinds(head, HEADS, KV_HEADS)
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & col_inside[None, :]
     place = head[:, None] * DIM + col[None, :]
 
@@ -276,9 +261,7 @@ def _split_heads_grad(
     head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     col = tl.arange(0, HALF)
     col_inside = col < DIM // 2
-    is_q = (head < HEADS)[:, None]
-    is_k = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None]
-    is_v = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None]
+    is_q, is_k, is_v = _kinds(head[:, None], HEADS, KV_HEADS)
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & col_inside[None, :]
     place = head[:, None] * DIM + col[None, :]
     # A head's gradient lies in dq, dk or dv: one load from where it is, not a choice among three.
@@ -440,6 +423,7 @@ def _launch_split(
         KEEP=plain[0].shape[0] > 0,
         num_warps=warps,
         enable_fp_fusion=False,
+        **OPTIONS,
     )
 
 

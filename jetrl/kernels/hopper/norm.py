@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.hopper.overlap import OPTIONS, take_turn
 from jetrl.kernels.hopper.quant import (
     amax,
     amax_words,
@@ -91,6 +92,7 @@ def _add_rms_norm(
     HAS_DELTA: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     col = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -232,6 +234,7 @@ def _silu_mul_rows(
     GROUPS: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
+    take_turn()
     program = tl.program_id(0)
     row = (program // programs_per_row).to(tl.int64)
     group = program % programs_per_row * GROUPS + tl.arange(0, GROUPS)
@@ -406,6 +409,7 @@ def add_rms_norm(
         QUANTIZE=quantize,
         num_warps=warps,
         enable_fp_fusion=False,
+        **OPTIONS,
     )
     return total, y, inverse
 
@@ -522,6 +526,7 @@ def silu_mul(gate_up: Tensor, quantize: bool, groups: TokenGroups | None = None)
             QUANTIZE=quantize,
             num_warps=4,
             enable_fp_fusion=False,
+            **OPTIONS,
         )
         return y, None
     assert isinstance(y, Quantized)

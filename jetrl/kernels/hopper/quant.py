@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.hopper.overlap import OPTIONS, take_turn
 from jetrl.kernels.quant import E4M3, GROUP, Quantized, TokenGroups
 
 _WARPS = 8  # of a program on a tile of 128x128: 64 elements a thread
@@ -295,6 +296,7 @@ def _rows_kernel(
     ROWS: tl.constexpr,
 ):
     """1x128 groups of ROWS rows and one block of 128 columns."""
+    take_turn()
     blocks = tl.cdiv(cols, 128)
     first = tl.program_id(0) // blocks * ROWS
     block = tl.program_id(0) % blocks
@@ -487,7 +489,7 @@ def _launch_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     rows, cols = x.shape
     grid = (triton.cdiv(rows, _ROWS) * _blocks(cols),)
     strides = x.stride(0), codes.stride(0), scales.stride(1)
-    _rows_kernel[grid](x, codes, scales, rows, cols, codes.shape[1], *strides, ROWS=_ROWS, num_warps=4)
+    _rows_kernel[grid](x, codes, scales, rows, cols, codes.shape[1], *strides, ROWS=_ROWS, num_warps=4, **OPTIONS)
 
 
 def quantize_tokens(x: Tensor, groups: TokenGroups) -> Quantized:
