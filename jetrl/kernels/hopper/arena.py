@@ -75,8 +75,12 @@ class _Pages:
         self.address = checked(driver.cuMemAddressReserve(self._size, 0, 0, 0))
         self._handle: Any = None
 
+    @property
+    def mapped(self) -> bool:
+        return self._handle is not None
+
     def unmap(self) -> None:
-        if self._handle is None:
+        if not self.mapped:
             return
         torch.cuda.synchronize(self._device)  # nothing may still read or write there
         checked(self._driver.cuMemUnmap(self.address, self._size))
@@ -84,7 +88,7 @@ class _Pages:
         self._handle = None
 
     def map(self) -> None:
-        if self._handle is not None:
+        if self.mapped:
             return
         torch.cuda.empty_cache()
         status, handle = self._driver.cuMemCreate(self._size, self._place, 0)
