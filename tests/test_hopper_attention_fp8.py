@@ -161,23 +161,27 @@ def run_attention() -> None:
 
 
 def run_heads() -> None:
-    from jetrl.kernels.hopper.heads import Heads, split_heads, split_heads_fp8
+    from jetrl.kernels.hopper.heads import split_heads, split_heads_fp8
+    from jetrl.kernels.ops import Heads, HeadWeights, Target
 
     generator = torch.Generator().manual_seed(0)
-    for shape, has_bias, has_norm, size in ((Heads(9, 3, 64), True, True, 64), (Heads(4, 1, 32), False, False, 128)):
-        fused = torch.randn(5, shape.width, generator=generator).bfloat16()
+    for shape, has_bias, has_norm, size in (((9, 3, 64), True, True, 64), ((4, 1, 32), False, False, 128)):
+        heads, kv_heads, dim = shape
+        width = (heads + 2 * kv_heads) * dim
+        fused = torch.randn(5, width, generator=generator).bfloat16()
         fused[2] = 0.0
-        bias = torch.randn(shape.width, generator=generator).bfloat16() if has_bias else None
-        norms = [torch.rand(shape.dim, generator=generator).bfloat16() + 0.5 if has_norm else None for _ in "qk"]
-        angles = torch.rand(40, shape.dim // 2, generator=generator) * 6
-        arguments = (fused, bias, *norms, 1e-6, angles.cos(), angles.sin(), torch.tensor([7, 0, 39, 3, 7]), shape)
-        keys, values = (torch.zeros(5, shape.kv_heads, shape.dim).bfloat16() for _ in "kv")
-        q = split_heads(*arguments, keys, values, None)
+        bias = torch.randn(width, generator=generator).bfloat16() if has_bias else None
+        norms = [torch.rand(dim, generator=generator).bfloat16() + 0.5 if has_norm else None for _ in "qk"]
+        angles = torch.rand(40, dim // 2, generator=generator) * 6
+        turned = Heads(*shape, 1e-6, angles.cos(), angles.sin())
+        given = (fused, HeadWeights(bias, *norms), turned, torch.tensor([7, 0, 39, 3, 7]))
+        keys, values = (torch.zeros(5, kv_heads, dim).bfloat16() for _ in "kv")
+        q = split_heads(*given, Target(keys, values, None))
         slots = torch.tensor([3, 2 * size + 8, 0, size - 1, size])
-        cache = KVCache.allocate(1, 3, size, shape.kv_heads, shape.dim, kind="fp8")
+        cache = KVCache.allocate(1, 3, size, kv_heads, dim, kind="fp8")
         target = cache.target(0, slots)
-        codes, plain = split_heads_fp8(*arguments, target, True)
-        right = KVCache.allocate(1, 3, size, shape.kv_heads, shape.dim, kind="fp8")
+        codes, plain = split_heads_fp8(*given, target, True)
+        right = KVCache.allocate(1, 3, size, kv_heads, dim, kind="fp8")
         right.target(0, slots).store(quantize_heads(keys), quantize_heads(values))
         wanted = quantize_heads(q)
         for seen, x in zip(
@@ -190,7 +194,7 @@ def run_heads() -> None:
                 torch.testing.assert_close(seen, x, rtol=1e-6, atol=0)
         for seen, x in zip(plain, (codes, quantize_heads(keys), quantize_heads(values)), strict=True):
             assert far(seen, dequantize_heads(x)) < 5e-3
-        assert split_heads_fp8(*arguments, target, False)[1] == ()
+        assert split_heads_fp8(*given, target, False)[1] == ()
 
 
 @pytest.mark.slow
@@ -307,12 +311,13 @@ def test_split_heads_sums_a_head_in_one_order(dim: int) -> None:
     from triton.compiler import ASTSource
 
     from jetrl.kernels.hopper import heads
+    from jetrl.kernels.ops import Heads
 
     names, seen = heads._split_heads.arg_names, set()
     types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in names} | {"eps": "fp32", "rows_ptr": "*i64"}
     types |= {n: "*fp8e4nv" for n in names if "codes" in n} | {n: "*fp32" for n in names if "scales" in n}
     types |= {"positions_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    sizes, _, warps = heads._tile(heads.Heads(8, 4, dim))
+    sizes, _, warps = heads._tile(Heads(8, 4, dim, 1e-6, torch.empty(0), torch.empty(0)))
     for block_size, keep in ((64, True), (64, False), (128, False)):
         fixed = {**sizes, "HAS_BIAS": False, "HAS_NORM": True, "HAS_ROWS": True, "BLOCK_SIZE": block_size, "KEEP": keep}
         signature = {n: "constexpr" if n in fixed else types[n] for n in names}

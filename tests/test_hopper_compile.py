@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -29,6 +30,7 @@ from jetrl.kernels.hopper import (  # noqa: E402
     prefill,
     quant,
 )
+from jetrl.kernels.ops import Heads  # noqa: E402
 from jetrl.kernels.quant import GROUP  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -168,7 +170,11 @@ def early_starters() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     head_types = {n: "*bf16" if n.endswith("_ptr") else "i32" for n in heads._split_heads.arg_names} | {"eps": "fp32"}
     head_types |= {n: "*fp8e4nv" for n in head_types if "codes" in n} | {n: "*fp32" for n in head_types if "scales" in n}
     head_types |= {"positions_ptr": "*i64", "rows_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    head_sizes = heads._tile(heads.Heads(32, 8, 128))[0] | {"HAS_BIAS": True, "HAS_NORM": True, "HAS_ROWS": True}
+    head_sizes = heads._tile(Heads(32, 8, 128, 1e-6, torch.empty(0), torch.empty(0)))[0] | {
+        "HAS_BIAS": True,
+        "HAS_NORM": True,
+        "HAS_ROWS": True,
+    }
     codes = {"q_ptr": "*fp8e4nv", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", "out_ptr": "*fp8e4nv", "scale_stride": "i32"}
     codes = POINTERS | codes | dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "v_scale_ptr", "scales_ptr"), "*fp32")
     tile = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "BLOCK_SIZE": 64, "ROWS": 64, "KEYS": 64, "WANT_LSE": False, "lse_ptr": None}

@@ -132,34 +132,35 @@ def plain_split(
 
 
 def check_heads() -> None:
-    from jetrl.kernels.hopper.heads import Heads, split_heads, split_heads_grad
+    from jetrl.kernels.hopper.heads import split_heads, split_heads_grad
+    from jetrl.kernels.ops import Heads, HeadWeights, Target
 
     for shape, has_bias, has_norm in (
-        (Heads(9, 3, 64), False, True),
-        (Heads(15, 2, 10), True, False),
-        (Heads(2, 1, 16), True, True),
+        ((9, 3, 64), False, True),
+        ((15, 2, 10), True, False),
+        ((2, 1, 16), True, True),
     ):
         tokens = 5
-        fused = noise(tokens, shape.width + 16)[:, : shape.width]
-        bias = noise(shape.width, seed=1) if has_bias else None
-        norms = (noise(shape.dim, seed=2), noise(shape.dim, seed=3)) if has_norm else None
-        angles = torch.rand(40, shape.dim // 2, generator=torch.Generator().manual_seed(4)) * 6
-        cos, sin = angles.cos(), angles.sin()
+        angles = torch.rand(40, shape[2] // 2, generator=torch.Generator().manual_seed(4)) * 6
+        heads = Heads(*shape, EPS, angles.cos(), angles.sin())
+        fused = noise(tokens, heads.width + 16)[:, : heads.width]
+        bias = noise(heads.width, seed=1) if has_bias else None
+        norms = (noise(heads.dim, seed=2), noise(heads.dim, seed=3)) if has_norm else None
         positions, rows = torch.tensor([7, 0, 39, 3, 7], dtype=torch.int32), torch.tensor([3, 8, 0, 5, 1])
-        keys, values = (torch.zeros(9, shape.kv_heads, shape.dim).bfloat16() for _ in range(2))
-        arguments = (bias, *(norms or (None, None)), EPS, cos, sin, positions, shape)
-        q = split_heads(fused, *arguments, keys, values, rows)
+        keys, values = (torch.zeros(9, heads.kv_heads, heads.dim).bfloat16() for _ in range(2))
+        given = (fused, HeadWeights(bias, *(norms or (None, None))), heads, positions)
+        q = split_heads(*given, Target(keys, values, rows))
 
         wide = [x.double().requires_grad_() if x is not None else None for x in (fused, *(norms or (None, None)))]
-        turn = torch.stack((cos, sin))[:, positions].double()
-        wanted = plain_split(wide[0], bias, (wide[1], wide[2]) if has_norm else None, turn, shape)
+        turn = torch.stack((heads.cos, heads.sin))[:, positions].double()
+        wanted = plain_split(wide[0], bias, (wide[1], wide[2]) if has_norm else None, turn, heads)
         for seen, x in zip((q, keys[rows], values[rows]), wanted, strict=True):
             close(seen, x.detach(), 2.0**-5)
         assert keys[[2, 4, 6, 7]].abs().max() == values[[2, 4, 6, 7]].abs().max() == 0
 
-        dy = [noise(tokens, x.shape[1] + 1, shape.dim, seed=5 + i)[:, 1:] for i, x in enumerate(wanted)]
+        dy = [noise(tokens, x.shape[1] + 1, heads.dim, seed=5 + i)[:, 1:] for i, x in enumerate(wanted)]
         torch.autograd.backward(wanted, [x.double() for x in dy])
-        dfused, *dnorms = split_heads_grad(*dy, fused, *arguments)
+        dfused, *dnorms = split_heads_grad(*dy, *given)
         close(dfused, wide[0].grad, 2.0**-4)
         for seen, x in zip(dnorms, wide[1:], strict=True):
             assert (seen is None) == (x is None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from jetrl.kernels.ops import Spec
 from jetrl.kernels.quant import quantize_heads, token_groups
 from jetrl.model.config import ModelConfig
 from jetrl.model.context import PackedContext, bytes_per_token
+
+if TYPE_CHECKING:
+    from jetrl.kernels.hopper.attention import Tiles
 
 DECODE = ((256, 768), (64, 4096), (16, 8192))
 BLOCK = 64
@@ -103,39 +107,42 @@ def _packed_sides(config: ModelConfig, lengths: list[int]) -> tuple[dict[str, li
     return forward, backward
 
 
-def _decode_sides(config: ModelConfig, sequences: int, context: int) -> dict[str, list[Call]]:
-    from jetrl.kernels.hopper import attention as kernel
+def _decode_tiles(config: ModelConfig, sequences: int, context: int) -> Tiles:
+    """A token a sequence, over blocks of a cache in shuffled order."""
+    from jetrl.kernels.hopper.attention import make_tiles
 
-    blocks, heads, kv_heads, dim = -(-context // BLOCK), config.num_heads, config.num_kv_heads, config.head_dim
+    blocks = -(-context // BLOCK)
+    table = torch.randperm(sequences * blocks, device="cuda").int().view(sequences, blocks)
+    ones, contexts = [1] * sequences, [context] * sequences
+    return make_tiles(ones, contexts, config.num_heads, config.num_kv_heads, None, table, BLOCK, "cuda")
+
+
+def _decode_side(config: ModelConfig, sequences: int, context: int) -> list[Call]:
+    from jetrl.kernels.hopper.attention import attention
+
+    slots, kv_heads, dim = sequences * -(-context // BLOCK) * BLOCK, config.num_kv_heads, config.head_dim
     calls: list[Call] = []
     for _ in range(rotation(cache_bytes(config, sequences, context))):
-        q = noise(sequences, heads, dim)
-        table = torch.randperm(sequences * blocks, device=q.device).int().view(sequences, blocks)
-        k, v = (noise(sequences * blocks * BLOCK, kv_heads, dim) for _ in "kv")
-        ones, contexts = [1] * sequences, [context] * sequences
-        tiles = kernel.make_tiles(ones, contexts, heads, kv_heads, None, table, BLOCK, q.device)
-        calls.append(partial(kernel.attention, q, k, v, tiles, False))
-    return {"ours": calls}
+        q = noise(sequences, config.num_heads, dim)
+        k, v = (noise(slots, kv_heads, dim) for _ in "kv")
+        calls.append(partial(attention, q, k, v, _decode_tiles(config, sequences, context), False))
+    return calls
 
 
-def _fp8_sides(config: ModelConfig, sequences: int, context: int) -> list[Call]:
-    from jetrl.kernels.hopper import attention as tiles_of
-    from jetrl.kernels.hopper import attention_fp8 as kernel
+def _fp8_side(config: ModelConfig, sequences: int, context: int) -> list[Call]:
+    from jetrl.kernels.hopper.attention_fp8 import attention
     from jetrl.model.context import KVCache
 
-    blocks, heads, kv_heads, dim = -(-context // BLOCK), config.num_heads, config.num_kv_heads, config.head_dim
+    blocks, kv_heads, dim = sequences * -(-context // BLOCK), config.num_kv_heads, config.head_dim
+    slots = torch.arange(blocks * BLOCK, device="cuda")
     calls: list[Call] = []
     for _ in range(rotation(cache_bytes(config, sequences, context) / 2)):
-        q = quantize_heads(noise(sequences, heads, dim))
-        table = torch.randperm(sequences * blocks, device="cuda").int().view(sequences, blocks)
-        target = KVCache.layer_of_codes(sequences * blocks, BLOCK, kv_heads, dim, "cuda").target(0, table)
-        slots = torch.arange(sequences * blocks * BLOCK, device="cuda")
+        q = quantize_heads(noise(sequences, config.num_heads, dim))
+        target = KVCache.layer_of_codes(blocks, BLOCK, kv_heads, dim, "cuda").target(0, slots)
         for part in slots.split(1 << 18):
             codes = (quantize_heads(noise(len(part), kv_heads, dim)) for _ in "kv")
             replace(target, rows=part).store(*codes)
-        ones, contexts = [1] * sequences, [context] * sequences
-        tiles = tiles_of.make_tiles(ones, contexts, heads, kv_heads, None, table, BLOCK, "cuda")
-        calls.append(partial(kernel.attention, q, *target.codes, tiles, False))
+        calls.append(partial(attention, q, *target.codes, _decode_tiles(config, sequences, context), False))
     return calls
 
 
@@ -148,8 +155,7 @@ def bench(config: ModelConfig, tokens: int, ceilings: Ceilings, judged: bool) ->
         backward.append(backward_row(config, name, lengths, back, ceilings))
     decode, fp8 = [], []
     for case in DECODE:
-        sides = {"ours": _decode_sides(config, *case)["ours"], "fp8": _fp8_sides(config, *case)}
-        times = measure(sides, graph=True)
+        times = measure({"ours": _decode_side(config, *case), "fp8": _fp8_side(config, *case)}, graph=True)
         decode.append(decode_row(config, case, times["ours"], ceilings, judged))
         fp8.append(fp8_row(config, case, {"fp8": times["fp8"], "bf16": times["ours"]}, ceilings, judged))
     return [

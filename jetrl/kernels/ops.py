@@ -67,6 +67,11 @@ class Heads:
     sin: Tensor  # float32 [positions, dim / 2]
     fp8: bool = False  # q, k and v are quantised, each head of each token by itself, before attention reads them
 
+    @property
+    def width(self) -> int:
+        """Columns of q, k and v side by side."""
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
 
 @dataclass(slots=True, frozen=True)
 class HeadWeights:

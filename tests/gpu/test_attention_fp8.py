@@ -14,10 +14,10 @@ from jetrl.check import check_model
 from jetrl.kernels.attention import Sequences
 from jetrl.kernels.hopper import attention as bf16_kernel
 from jetrl.kernels.hopper import attention_fp8 as kernel
-from jetrl.kernels.hopper.heads import Heads, split_heads, split_heads_fp8
+from jetrl.kernels.hopper.heads import split_heads, split_heads_fp8
 from jetrl.kernels.hopper.ops import HopperOps
 from jetrl.kernels.hopper.quant import quantize_rows
-from jetrl.kernels.ops import Spec
+from jetrl.kernels.ops import Heads, HeadWeights, Spec, Target
 from jetrl.kernels.quant import Quantized, decode, dequantize_heads, quantize_heads, token_groups
 from jetrl.model.context import KVCache, PackedContext, PagedContext
 from tests.gpu.tensors import noise, same, vector
@@ -248,33 +248,35 @@ def test_a_nan_is_visible() -> None:
 
 
 CASES = [
-    (Heads(32, 8, 128), False, True),
-    (Heads(28, 4, 128), True, False),
-    (Heads(9, 3, 64), False, False),
-    (Heads(4, 1, 32), True, True),
+    ((32, 8, 128), False, True),
+    ((28, 4, 128), True, False),
+    ((9, 3, 64), False, False),
+    ((4, 1, 32), True, True),
 ]
 
 
 @pytest.mark.parametrize(("shape", "has_bias", "has_norm"), CASES)
 @pytest.mark.parametrize("size", [64, 192])
-def test_split_heads_quantises_what_bf16_attention_would_read(shape: Heads, has_bias: bool, has_norm: bool, size: int) -> None:
+def test_split_heads_quantises_what_bf16_attention_would_read(
+    shape: tuple[int, int, int], has_bias: bool, has_norm: bool, size: int
+) -> None:
     """The bytes of the one quantiser, in their places, and nothing else written."""
     tokens = 133
-    angles = torch.arange(500.0).unsqueeze(1) * 1e4 ** -(torch.arange(0, shape.dim, 2) / shape.dim)
+    angles = torch.arange(500.0).unsqueeze(1) * 1e4 ** -(torch.arange(0, shape[2], 2) / shape[2])
+    heads = Heads(*shape, 1e-6, angles.cos().cuda(), angles.sin().cuda())
     positions = torch.randint(0, 500, (tokens,), generator=torch.Generator().manual_seed(1)).cuda()
-    norms = (vector(shape.dim, 3), vector(shape.dim, 4)) if has_norm else (None, None)
-    fused = noise(tokens, shape.width)
-    fused[7, shape.dim] = torch.nan
+    norms = (vector(heads.dim, 3), vector(heads.dim, 4)) if has_norm else (None, None)
+    fused = noise(tokens, heads.width)
+    fused[7, heads.dim] = torch.nan
     fused[9, -1] = torch.inf
-    bias = vector(shape.width, 2) if has_bias else None
-    arguments = (fused, bias, *norms, 1e-6, angles.cos().cuda(), angles.sin().cuda(), positions, shape)
-    keys, values = (torch.zeros(tokens, shape.kv_heads, shape.dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-    q = split_heads(*arguments, keys, values, None)
+    given = (fused, HeadWeights(vector(heads.width, 2) if has_bias else None, *norms), heads, positions)
+    keys, values = (torch.zeros(tokens, heads.kv_heads, heads.dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    q = split_heads(*given, Target(keys, values, None))
     slots = torch.randperm(5 * size, generator=torch.Generator().manual_seed(2))[:tokens].cuda()
-    caches = [KVCache.allocate(1, 5, size, shape.kv_heads, shape.dim, "cuda", "fp8") for _ in range(2)]
+    caches = [KVCache.allocate(1, 5, size, heads.kv_heads, heads.dim, "cuda", "fp8") for _ in range(2)]
     for tensor in (t for cache in caches for t in cache.tensors):
         tensor.view(torch.uint8).fill_(0x55)
-    codes, plain_values = split_heads_fp8(*arguments, caches[0].target(0, slots), True)
+    codes, plain_values = split_heads_fp8(*given, caches[0].target(0, slots), True)
     wanted = [quantize_heads(x) for x in (q, keys, values)]
     caches[1].target(0, slots).store(wanted[1], wanted[2])
     seen_tensors = codes.codes, codes.scales, *caches[0].tensors
@@ -285,7 +287,7 @@ def test_split_heads_quantises_what_bf16_attention_would_read(shape: Heads, has_
     for seen, right in zip(plain_values, wanted, strict=True):
         right_values = dequantize_heads(right)
         assert torch.equal(seen.isnan(), right_values.isnan()) and same(seen.nan_to_num(), right_values.nan_to_num())
-    again, nothing = split_heads_fp8(*arguments, caches[1].target(0, slots), False)
+    again, nothing = split_heads_fp8(*given, caches[1].target(0, slots), False)
     assert nothing == () and same(again.codes, codes.codes)
 
 

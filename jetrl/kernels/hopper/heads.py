@@ -24,8 +24,6 @@ them transposed, and are written byte by byte.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -34,26 +32,13 @@ from torch import Tensor
 from jetrl.kernels.hopper.norm import aligned, inverse_rms, row_chunks, sum_partials
 from jetrl.kernels.hopper.overlap import OPTIONS, take_turn
 from jetrl.kernels.hopper.quant import amax, encode_bf16, group_scale
-from jetrl.kernels.ops import Target
+from jetrl.kernels.ops import Heads, HeadWeights, Target
 from jetrl.kernels.quant import E4M3, Quantized
 
 _MAX_DIM = 256
 _HEADS = 16  # of a program: with 64 elements a half head, 8 elements, a 16-byte load, in each of 128 threads
 _MAX_CHUNKS = 256  # of tokens, in the first stage of the norm weights' gradients
 _GRAD_REGISTERS = 80  # a thread: six programs an SM, so that 256 chunks of 48 heads are on the GPU all at once
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How a fused projection of (heads + 2 kv_heads) * dim columns divides into heads."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-
-    @property
-    def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.dim
 
 
 @triton.jit
@@ -313,111 +298,80 @@ def _aligned_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 and distances_fit and x.data_ptr() % 16 == 0 else aligned(x)
 
 
-def _tile(shape: Heads) -> tuple[dict[str, int], int, int]:
+def _tile(heads: Heads) -> tuple[dict[str, int], int, int]:
     """Compile-time sizes of a program, programs of a token, warps: 8 elements of each half a thread."""
-    assert shape.dim % 2 == 0 and 2 <= shape.dim <= _MAX_DIM, f"head dimension {shape.dim}: even, at most {_MAX_DIM}"
-    half = triton.next_power_of_2(shape.dim // 2)
-    sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.dim, "HALF": half, "BLOCK": _HEADS}
-    return sizes, triton.cdiv(shape.heads + 2 * shape.kv_heads, _HEADS), max(_HEADS * half // 256, 1)
+    assert heads.dim % 2 == 0 and 2 <= heads.dim <= _MAX_DIM, f"head dimension {heads.dim}: even, at most {_MAX_DIM}"
+    half = triton.next_power_of_2(heads.dim // 2)
+    sizes = {"HEADS": heads.heads, "KV_HEADS": heads.kv_heads, "DIM": heads.dim, "HALF": half, "BLOCK": _HEADS}
+    return sizes, triton.cdiv(heads.heads + 2 * heads.kv_heads, _HEADS), max(_HEADS * half // 256, 1)
 
 
-def _operands(
-    fused: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, ...]:
-    """These six as both kernels read them, aligned. `fused` stands for what there is not, which no kernel touches."""
+def _operands(fused: Tensor, weights: HeadWeights, heads: Heads) -> tuple[Tensor, ...]:
+    """fused, bias, norm weights, cos and sin as both kernels read them, aligned. `fused` stands for what there is not, which no
+    kernel touches."""
     fused = _aligned_rows(fused)
-    vectors = (fused if x is None else aligned(x) for x in (bias, q_norm, k_norm))
-    return fused, *vectors, aligned(cos), aligned(sin)
+    vectors = (fused if x is None else aligned(x) for x in (weights.bias, weights.q_norm, weights.k_norm))
+    return fused, *vectors, aligned(heads.cos), aligned(heads.sin)
 
 
-def split_heads(
-    fused: Tensor,
-    bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    shape: Heads,
-    keys: Tensor,
-    values: Tensor,
-    rows: Tensor | None,
-) -> Tensor:
-    """Queries, BF16 [T, heads, dim], of the fused projection; keys and values go to keys[rows[t]] and values[rows[t]].
+def split_heads(fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target) -> Tensor:
+    """Queries, BF16 [T, heads, dim], of the fused projection; keys and values go to the rows of `target`, of any row stride.
 
-    fused: BF16 [T, shape.width], any row stride; bias: BF16 [shape.width]; q_norm, k_norm: BF16 [dim], both or neither;
-    cos, sin: FP32 [P, dim / 2]; positions: int32 or int64 [T]; keys, values: BF16 [R, kv_heads, dim], any row stride;
-    rows: int64 [T], or None where token t has row t.
+    fused: BF16 [T, heads.width], any row stride; positions: int32 or int64 [T].
     """
-    q = torch.empty(fused.shape[0], shape.heads, shape.dim, dtype=torch.bfloat16, device=fused.device)
-    operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
-    _launch_split(operands, bias is not None, q_norm is not None, eps, positions, shape, (q, keys, values), rows, (), 0)
+    q = fused.new_empty(fused.shape[0], heads.heads, heads.dim)
+    _launch_split(fused, weights, heads, positions, (q, target.keys, target.values), target.rows, (), 0)
     return q
 
 
 def split_heads_fp8(
-    fused: Tensor,
-    bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    shape: Heads,
-    target: Target,
-    keep: bool,
+    fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target, keep: bool
 ) -> tuple[Quantized, tuple[Tensor, ...]]:
     """`split_heads` for an FP8 cache: codes of queries [T, heads, dim] with scales [T, heads]; those of keys and values go to
     `target`, whose blocks must have no gaps. If `keep`, also q, keys and values of the tokens, codes times scales, BF16
     [T, heads or kv_heads, dim].
     """
     tokens, (blocks, kv_heads, size, dim) = fused.shape[0], target.keys.shape
-    assert (kv_heads, dim) == (shape.kv_heads, shape.dim) and target.values.shape == (blocks, kv_heads, dim, size)
+    assert (kv_heads, dim) == (heads.kv_heads, heads.dim) and target.values.shape == (blocks, kv_heads, dim, size)
     assert target.key_scales is not None and target.value_scales is not None and target.rows is not None
     caches = target.keys, target.key_scales, target.values, target.value_scales
     assert all(x.is_contiguous() for x in caches), "gaps in a layer's blocks"
-    codes = torch.empty(tokens, shape.heads, dim, dtype=E4M3, device=fused.device)
-    q = Quantized(codes, torch.empty(tokens, shape.heads, device=fused.device))
-    plain = tuple(fused.new_empty(tokens if keep else 0, heads, dim) for heads in (shape.heads, kv_heads, kv_heads))
-    operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
-    there = (q.codes, q.scales, *caches)
-    _launch_split(operands, bias is not None, q_norm is not None, eps, positions, shape, plain, target.rows, there, size)
+    codes = torch.empty(tokens, heads.heads, dim, dtype=E4M3, device=fused.device)
+    q = Quantized(codes, torch.empty(tokens, heads.heads, device=fused.device))
+    plain = tuple(fused.new_empty(tokens if keep else 0, n, dim) for n in (heads.heads, kv_heads, kv_heads))
+    _launch_split(fused, weights, heads, positions, plain, target.rows, (q.codes, q.scales, *caches), size)
     return q, plain if keep else ()
 
 
 def _launch_split(
-    operands: tuple[Tensor, ...],
-    has_bias: bool,
-    has_norm: bool,
-    eps: float,
+    fused: Tensor,
+    weights: HeadWeights,
+    heads: Heads,
     positions: Tensor,
-    shape: Heads,
     plain: tuple[Tensor, ...],
     rows: Tensor | None,
     codes: tuple[Tensor, ...],
     block_size: int,
 ) -> None:
     """plain: q, keys and values in BF16, empty where not wanted; codes: six tensors, or none with a block size of 0."""
-    sizes, blocks, warps = _tile(shape)
+    sizes, blocks, warps = _tile(heads)
     for cache in plain[1:]:
-        assert cache.shape[1:] == (shape.kv_heads, shape.dim) and cache[:1].is_contiguous(), "gaps in a row of keys or values"
-    fused, q_norm, k_norm = operands[0], *operands[2:4]
-    assert fused.shape[1] == shape.width and (q_norm is fused) == (k_norm is fused) == (not has_norm)
+        assert cache.shape[1:] == (heads.kv_heads, heads.dim) and cache[:1].is_contiguous(), "gaps in a row of keys or values"
+    assert fused.shape[1] == heads.width and (weights.q_norm is None) == (weights.k_norm is None)
+    operands = _operands(fused, weights, heads)
     _split_heads[(fused.shape[0] * blocks,)](
         *operands,
         positions,
         positions if rows is None else rows,
         *plain,
         *(codes or (None,) * 6),
-        eps,
-        fused.stride(0),
+        heads.eps,
+        operands[0].stride(0),
         plain[1].stride(0),
         plain[2].stride(0),
         **sizes,
-        HAS_BIAS=has_bias,
-        HAS_NORM=has_norm,
+        HAS_BIAS=weights.bias is not None,
+        HAS_NORM=weights.q_norm is not None,
         HAS_ROWS=rows is not None,
         BLOCK_SIZE=block_size,
         KEEP=plain[0].shape[0] > 0,
@@ -428,31 +382,20 @@ def _launch_split(
 
 
 def split_heads_grad(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    fused: Tensor,
-    bias: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    shape: Heads,
+    dq: Tensor, dk: Tensor, dv: Tensor, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of `split_heads`. dq: BF16 [T, heads, dim]; dk, dv: BF16 [T, kv_heads, dim], unit last stride; rest as there.
 
-    Returns the gradient of fused (and, summed over rows, of the bias), BF16 [T, shape.width], and those of q_norm and
+    Returns the gradient of fused (and, summed over rows, of the bias), BF16 [T, heads.width], and those of q_norm and
     k_norm, FP32 [dim], or None without norms.
     """
-    sizes, blocks, warps = _tile(shape)
+    sizes, blocks, warps = _tile(heads)
     assert dq.stride(2) == dk.stride(2) == dv.stride(2) == 1
-    tokens, has_norm = dq.shape[0], q_norm is not None
+    tokens, has_norm = dq.shape[0], weights.q_norm is not None
     chunks, tokens_per_program = row_chunks(tokens, _MAX_CHUNKS) if has_norm else (tokens, 1)
-    operands = _operands(fused, bias, q_norm, k_norm, cos, sin)
-    dfused = torch.empty(tokens, shape.width, dtype=torch.bfloat16, device=dq.device)
-    partials = torch.empty(chunks * blocks if has_norm else 0, 2 * shape.dim, dtype=torch.float32, device=dq.device)
+    operands = _operands(fused, weights, heads)
+    dfused = torch.empty(tokens, heads.width, dtype=torch.bfloat16, device=dq.device)
+    partials = torch.empty(chunks * blocks if has_norm else 0, 2 * heads.dim, dtype=torch.float32, device=dq.device)
     _split_heads_grad[(chunks * blocks,)](
         dq,
         dk,
@@ -461,7 +404,7 @@ def split_heads_grad(
         positions,
         dfused,
         partials,
-        eps,
+        heads.eps,
         tokens,
         tokens_per_program,
         *dq.stride()[:2],
@@ -469,7 +412,7 @@ def split_heads_grad(
         *dv.stride()[:2],
         operands[0].stride(0),
         **sizes,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=weights.bias is not None,
         HAS_NORM=has_norm,
         num_warps=warps,
         maxnreg=_GRAD_REGISTERS,
@@ -477,5 +420,5 @@ def split_heads_grad(
     )
     if not has_norm:
         return dfused, None, None
-    dq_norm, dk_norm = sum_partials(partials).split(shape.dim)
+    dq_norm, dk_norm = sum_partials(partials).split(heads.dim)
     return dfused, dq_norm, dk_norm

@@ -141,23 +141,18 @@ class HopperOps:
         self, fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor, target: Target, keep: bool
     ) -> tuple[Operand, Operand, Operand, tuple[Tensor, ...]]:
         assert heads.fp8 == (target.key_scales is not None), "the cache is not of the model's kind"
-        shape = split.Heads(heads.heads, heads.kv_heads, heads.dim)
-        operands = (fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape)
         if heads.fp8:
-            codes, kept = split.split_heads_fp8(*operands, target, keep)
+            codes, kept = split.split_heads_fp8(fused, weights, heads, positions, target, keep)
             return codes, *target.codes, kept
-        q = split.split_heads(*operands, target.keys, target.values, target.rows)
+        q = split.split_heads(fused, weights, heads, positions, target)
         return q, target.keys, target.values, (q, target.keys, target.values)
 
     def split_heads_grad(
         self, grads: tuple[Tensor, Tensor, Tensor], fused: Tensor, weights: HeadWeights, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        shape = split.Heads(heads.heads, heads.kv_heads, heads.dim)
         if weights.q_norm is None:
-            fused = grads[0].new_empty(fused.shape[0], shape.width)  # read only where there are norms
-        return split.split_heads_grad(
-            *grads, fused, weights.bias, weights.q_norm, weights.k_norm, heads.eps, heads.cos, heads.sin, positions, shape
-        )
+            fused = grads[0].new_empty(fused.shape[0], heads.width)  # read only where there are norms
+        return split.split_heads_grad(*grads, fused, weights, heads, positions)
 
     def attention(
         self, q: Operand, keys: Operand, values: Operand, layout: Sequences | LaneSequences, spec: Spec
