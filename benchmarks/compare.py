@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -23,18 +24,23 @@ LAST = 20  # steps over which the end of a run is averaged
 def run_result(folder: Path) -> dict[str, Any]:
     """The figures of one run."""
     run = read_run(folder)
-    summary, rows = summarize(run), run.train
+    summary = summarize(run)
+
+    def finite(key: str) -> list[float]:
+        return run.values(key) or [math.nan]
+
     return {
         "run": folder.name,
         "flow": run.config["flow"],
         "seed": run.config["seed"],
         "steps": summary.steps,
         "held_out": [(row["step"], row["eval/avg@k"]) for row in run.evals],
-        "reward_last_steps": fmean(row["reward/mean"] for row in rows[-LAST:]),
-        "logprob_diff_max": max(row["logprob_diff/max"] for row in rows),
-        "logprob_diff_mean": fmean(row["logprob_diff/mean"] for row in rows),
-        "mismatch_kl": fmean(row["mismatch_kl"] for row in rows),
-        "token_diff_share": fmean(row["token_diff/share"] for row in rows),
+        "reward_last_steps": fmean(finite("reward/mean")[-LAST:]),
+        "logprob_diff_max": max(finite("logprob_diff/max")),
+        "steps_not_finite": summary.mismatch_broken,
+        "logprob_diff_mean": fmean(finite("logprob_diff/mean")),
+        "mismatch_kl": fmean(finite("mismatch_kl")),
+        "token_diff_share": fmean(finite("token_diff/share")),
         "rollout_tokens_per_s": summary.rollout_speed,
         "training_tokens_per_s": summary.train_speed,
         "seconds": summary.seconds,

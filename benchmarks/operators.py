@@ -132,7 +132,9 @@ def _head(phase: str, config: ModelConfig, rows: int) -> Iterator[Row]:
         return
     yield Row(phase, "head", shape, best_seconds(lambda: logprob.chosen_logprobs(h, head, tokens, 1.0)), work, plain)
     accumulator = torch.zeros(vocabulary, hidden, dtype=torch.float64)
-    seconds = best_seconds(lambda: logprob.chosen_logprobs_grad(dlogprobs, h, head, tokens, 1.0, accumulator))
+    seconds = best_seconds(
+        lambda: logprob.chosen_logprobs_with_grad(lambda _, part: dlogprobs[part], h, head, tokens, 1.0, accumulator)
+    )
     yield Row(phase, "head gradients", shape, seconds, 2 * work, 2 * plain)
 
 

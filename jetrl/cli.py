@@ -7,19 +7,17 @@ import logging
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
 
-from jetrl.config import DeviceName, FlowName, KVCacheName, load_config
+from jetrl.config import DeviceName, FlowName, KVCacheName, RunConfig, load_config
 from jetrl.kernels.memory import keep_freed_memory
 from jetrl.rl.types import MismatchError
-
-if TYPE_CHECKING:
-    from jetrl.run import Setup
 
 app = typer.Typer(
     name="jetrl",
@@ -38,6 +36,8 @@ FlowOption = Annotated[FlowName, typer.Option(help="precision flow")]
 CacheOption = Annotated[KVCacheName, typer.Option(help="keys, values and attention's products")]
 DeviceOption = Annotated[DeviceName, typer.Option(help="auto: a Hopper GPU if there is one, else the CPU")]
 
+GpuOption = Annotated[str | None, typer.Option(help="plan for a GPU that need not be here: h200, h100 or its GB")]
+
 OUT_HELP = (
     "write JSONL with tokens and log-probabilities here, a line a completion, as soon as all of a prompt have ended, so in no "
     "order: `index` is the prompt's number, from 0; what is written stays if the command is interrupted"
@@ -55,7 +55,7 @@ def _table(title: str, rows: list[tuple[str, Any]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, str(value))
+        table.add_row(name, escape(str(value)))  # jetrl[data] is no markup
     console.print(table)
 
 
@@ -65,35 +65,41 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="go on from the last checkpoint in `folder`")] = False,
     dry_run: Annotated[bool, typer.Option(help="check everything and print the derived numbers, then stop")] = False,
+    gpu: GpuOption = None,
 ) -> None:
     """Train a model as a configuration says. Ctrl-C finishes the step, saves, and ends with exit status 130."""
     settings = load_config(config, overrides)
     if resume and settings.folder is None:
         raise ValueError("--resume needs to know the run: add folder=RUN_FOLDER, the folder to go on in")
-    from jetrl.run import run_training, setup
-
+    if gpu and not dry_run:
+        raise ValueError(
+            f"--gpu {gpu} plans for a GPU that need not be here: add --dry-run. A run takes the GPU of this machine."
+        )
     if dry_run:
-        s = setup(settings)
-        s.task.close()
-        _show_plan(s)
+        _show_plan(settings, gpu)
         return
+    from jetrl.run import run_training
+
     if not run_training(settings, resume):
         raise typer.Exit(130)  # so that a script does not go on as if the run were done
 
 
-def _show_plan(s: Setup) -> None:
-    from jetrl.plan import describe_cache, memory_plan, parameter_count, peak
+def _show_plan(config: RunConfig, gpu: str | None) -> None:
+    from jetrl.footprint import Place, parameter_count
+    from jetrl.plan import describe_cache
+    from jetrl.run import dry_run
 
-    b, config = s.batches, s.config
+    s = dry_run(config, Place.of(config.device, gpu))
+    b, prompts = s.batches, f"{len(s.prompts)} prompts, {len(s.held_out)} held out"
     _table(
         "What will run",
         [
-            ("model", f"{s.source} ({s.model.family}, {parameter_count(s.model):,} parameters)"),
+            ("model", f"{config.model} ({s.model.family}, {parameter_count(s.model):,} parameters)"),
             (
                 "flow",
                 f"{s.flow.name}: " + ("exact" if s.flow.exact else "a known mismatch between rollout and training"),
             ),
-            ("task", f"{s.task.name}: {len(s.prompts)} prompts, {len(s.held_out)} held out"),
+            ("task", f"{config.task.name}: {prompts if s.prompts else 'prompts not known, see the notes'}"),
             ("steps", f"{config.steps}, with {b.updates} optimizer steps"),
             (
                 "completions of a step",
@@ -103,12 +109,15 @@ def _show_plan(s: Setup) -> None:
             ("longest sequence", f"{b.longest} tokens"),
             ("running together", b.limits.max_sequences),
             ("KV cache", describe_cache(config, b)),
+            ("layers computed anew in the backward", f"{b.recompute_layers} of {s.model.num_layers}"),
             *[("note", note) for note in s.notes],
         ],
     )
-    rows = memory_plan(config, s.model, b)
-    rows.append(("at most, at one time", peak(rows)))
-    _table(f"Memory on a {'GPU' if s.device.type == 'cuda' else 'CPU'}", [(name, f"{gb:8.3f} GB") for name, gb in rows if gb])
+    plan = s.footprint
+    sums = [("all of a rollout", plan.rollout_gb), ("all of training", plan.training_gb)]
+    rows = [(name, f"{gb:8.3f} GB") for name, gb in plan.stays + plan.rollout + plan.training + sums if gb]
+    of = f"GPU of {plan.place.gb:.1f} GB" if plan.place.gb else "GPU" if plan.place.kind == "cuda" else "CPU"
+    _table(f"Memory on a {of}", rows)
 
 
 @app.command("eval")
@@ -227,7 +236,7 @@ def flow(
     from jetrl.model.config import read_config
     from jetrl.model.sources import resolve_model
 
-    graph = build_flow(name, read_config(resolve_model(model)) if model else None, kv_cache)
+    graph = build_flow(name, read_config(resolve_model(model, weights=False)) if model else None, kv_cache)
     table = Table(title=f"flow {name}, kv_cache {kv_cache}", title_justify="left")
     for column in ("operator", "reads", "weight", "writes", "inside", "where"):
         table.add_column(column, no_wrap=column in ("operator", "where"), overflow="fold")
@@ -263,6 +272,7 @@ def report(
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="a configuration, for its plan of batches and memory")] = None,
     overrides: Overrides = None,
+    gpu: GpuOption = None,
 ) -> None:
     """Say what this machine has, what will run where, and what a configuration needs."""
     from jetrl.doctor import machine, packages, where_things_run
@@ -271,11 +281,7 @@ def doctor(
     _table("Packages", packages())
     _table("What runs where", where_things_run())
     if config:
-        from jetrl.run import setup
-
-        s = setup(load_config(config, overrides))
-        s.task.close()
-        _show_plan(s)
+        _show_plan(load_config(config, overrides), gpu)
 
 
 @app.command()
@@ -342,6 +348,23 @@ def bench_rollout(
     from jetrl.bench.run import run_rollout
 
     run_rollout(shape, cases, flows, tail_sequences, check, profile, file, console)
+
+
+@bench.command("step")
+def bench_step(
+    shape: ShapeOption = "qwen3-8b",
+    cases: Annotated[str, typer.Option(help="which of 1k, 8k, tail, with commas between them")] = "1k,8k",
+    flows: Annotated[str, typer.Option(help="one model after the other")] = "fp8,bf16",
+    steps: Annotated[int, typer.Option(min=1, help="measured steps of a case, after a short one")] = 2,
+    moments: Annotated[str, typer.Option(help="AdamW's moments: fp8, int8 or fp32")] = "fp8",
+    tokens: TokensOption = 8192,
+    weights: Annotated[bool, typer.Option("--weights", help="train the weights of the model folder, not random ones")] = False,
+    file: JsonOption = None,
+) -> None:
+    """Whole steps of reinforcement learning: time by phase in FP8, BF16, and BF16 with old log-probabilities; memory."""
+    from jetrl.bench.run import run_step
+
+    run_step(shape, cases, flows, steps, moments, tokens, weights, file, console)
 
 
 def main() -> None:

@@ -36,8 +36,12 @@ class TaskConfig(_Section):
     """What is asked and how an answer is judged."""
 
     name: str = Field(default="arithmetic", description="arithmetic, countdown, math, reasoning_gym:NAME or path.py:function")
-    data: str | None = Field(default=None, description="training problems: JSONL, parquet, or a Hugging Face dataset name")
-    eval_data: str | None = Field(default=None, description="held-out problems; default: a disjoint part of `data`")
+    data: str | list[str] | None = Field(
+        default=None, description="training problems: JSONL, parquet, or a Hugging Face dataset NAME:SUBSET@SPLIT; or several"
+    )
+    eval_data: str | list[str] | None = Field(
+        default=None, description="held-out problems, one source or several; default: a disjoint part of `data`"
+    )
     template: Literal["raw", "chat"] = Field(default="raw", description="plain text, or the tokenizer's chat template")
     shots: int = Field(default=0, ge=0, le=64, description="worked examples put before each prompt")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task itself")
@@ -79,7 +83,7 @@ class AlgorithmConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """AdamW on FP32 masters."""
+    """AdamW on high-precision masters, and how its memory is spent."""
 
     lr: float = Field(default=1e-6, gt=0.0, description="peak learning rate")
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW: decay of the mean")
@@ -91,7 +95,17 @@ class OptimizerConfig(_Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="what follows the warmup: constant, or to 0 by the end"
     )
+    moments: Literal["fp32", "fp8", "int8"] = Field(
+        default="fp32", description="AdamW's moments; fp8 and int8, through torchao, take a quarter of the memory"
+    )
+    masters: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="the optimizer's copy of the weights; bf16 rounds stochastically, with quantised moments only",
+    )
     microbatch_tokens: int = Field(default=8192, ge=1, description="tokens of one forward and backward pass")
+    recompute_layers: int | None = Field(
+        default=None, ge=0, description="layers that the backward computes anew; default: none, on a GPU as many as memory asks"
+    )
 
 
 class EvalConfig(_Section):
@@ -141,6 +155,11 @@ class RunConfig(_Section):
             raise ValueError(
                 f"algorithm.importance_cap is {a.importance_cap} in flow {self.flow!r}, where rollout and trainer agree to "
                 "the bit and there is nothing to correct. Remove it, or use flow=fp8_rollout."
+            )
+        if self.optimizer.masters == "bf16" and self.optimizer.moments == "fp32":
+            raise ValueError(
+                "optimizer.masters is 'bf16' with optimizer.moments 'fp32': who has room for FP32 moments has it for FP32 "
+                "masters. Use optimizer.moments=fp8 (or int8), or optimizer.masters=fp32."
             )
         if r.prompts_per_step % a.updates_per_step:
             raise ValueError(

@@ -17,19 +17,21 @@ from rich.progress import Progress as ProgressBar
 
 from jetrl.config import FlowName, KVCacheName, RunConfig
 from jetrl.flow import build_flow
+from jetrl.footprint import GB, Place, cache_that_fits
 from jetrl.kernels.select import device_of
 from jetrl.loop import evaluate_rollouts
 from jetrl.model.config import read_config
 from jetrl.model.sources import resolve_model
 from jetrl.model.tokenizer import load_tokenizer, stop_token_ids
 from jetrl.model.transformer import Transformer
-from jetrl.plan import BATCH_TOKENS, GB, cache_that_fits, full_cache
+from jetrl.plan import BATCH_TOKENS, full_cache
 from jetrl.rl.seeds import sample_seed
 from jetrl.rl.types import Request
 from jetrl.rollout.engine import Engine, EngineLimits, Progress
 from jetrl.rollout.generation import Generation
 from jetrl.run import setup
 
+_BESIDE_GB = 4.0  # on a GPU: CUDA, libraries, logits, and what a prefill step holds
 _RUNNING, _BLOCK = 256, 64  # sequences together; tokens of a cache's block
 _SAID_EVERY = 10.0  # seconds
 
@@ -119,8 +121,8 @@ def generate_texts(
 def _limits(model: Transformer, sequences: int, longest: int) -> EngineLimits:
     """A cache for so many sequences of full length or, on a GPU, what fits beside the model."""
     wanted = full_cache(sequences, longest, _BLOCK)
-    standing = torch.cuda.memory_allocated(model.device) / GB if model.device.type == "cuda" else 0.0
-    fits = cache_that_fits(model.config, "fp8" if model.kv_fp8 else "bf16", model.device, standing)
+    taken = torch.cuda.memory_allocated(model.device) / GB + _BESIDE_GB if model.device.type == "cuda" else 0.0
+    fits = cache_that_fits(model.config, "fp8" if model.kv_fp8 else "bf16", Place.of(model.device.type), taken)
     return EngineLimits(sequences, BATCH_TOKENS[model.device.type], min(wanted, fits), _BLOCK)
 
 

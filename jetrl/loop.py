@@ -53,7 +53,7 @@ class Generator(Protocol):
 
 
 class Learner(Protocol):
-    """The training side. `accumulate` returns what it saw: loss, mismatch, first_difference, entropy, tokens."""
+    """The training side. `accumulate` returns what it saw: loss, mismatch, first_difference, entropy, tokens, flops."""
 
     policy_version: int
 
@@ -80,6 +80,14 @@ class Monitor(Protocol):
     def phase(self, name: str) -> None: ...
 
 
+class Memory(Protocol):
+    """Peaks of memory beside the plan."""
+
+    def measure(self, phase: str) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
 @dataclass(slots=True)
 class Job:
     """All that a run needs, made by `run.build_job`."""
@@ -95,7 +103,7 @@ class Job:
     monitor: Monitor
     save: Callable[[int], None]
     diagnose: Callable[[Rollout, int], str]  # rollout, completion token: where their mismatch arose
-    peak_memory_gb: Callable[[], float]
+    memory: Memory
     stopping: Callable[[], bool]
     start: int = 0  # steps already done
 
@@ -133,7 +141,9 @@ def train(job: Job) -> int:
         clock = Clock(job.monitor)
         rollouts = sample_rollouts(job, step, clock)
         assign_advantages(rollouts, config.rollout.group_size, config.algorithm.advantage)
+        job.memory.measure("rollout")
         values = update(job, step, rollouts, clock)
+        job.memory.measure("training")
         record(job, step, rollouts, values, clock)
         last, stop = step == config.steps, job.stopping()
         if last or (config.eval.every and step % config.eval.every == 0):
@@ -191,7 +201,7 @@ def update(job: Job, step: int, rollouts: list[Rollout], clock: Clock) -> dict[s
         with clock.phase("old_logprobs"):
             old = job.learner.old_logprobs(rollouts)
     loss = differences = None
-    entropy = tokens = skipped = 0
+    entropy = tokens = flops = skipped = 0
     values: dict[str, float] = {}
     for first in range(0, len(rollouts), size):
         batch = slice(first, first + size)
@@ -206,10 +216,11 @@ def update(job: Job, step: int, rollouts: list[Rollout], clock: Clock) -> dict[s
             job.monitor.event(step, "optimizer step skipped", f"gradient norm {values['grad_norm']}")
         loss = seen.loss if loss is None else loss + seen.loss
         differences = seen.mismatch if differences is None else differences + seen.mismatch
-        entropy, tokens = entropy + seen.entropy / updates, tokens + seen.tokens
+        entropy, tokens, flops = entropy + seen.entropy / updates, tokens + seen.tokens, flops + seen.flops
     assert loss is not None and differences is not None
     values |= {"optimizer/skipped": skipped, "entropy": entropy, "policy_version": job.learner.policy_version}
-    values["throughput/train"] = tokens / max(clock.seconds["train"] + clock.seconds["publish"], 1e-9)
+    seconds = max(clock.seconds["train"] + clock.seconds["publish"], 1e-9)
+    values |= {"throughput/train": tokens / seconds, "throughput/train_tflops": flops / seconds / 1e12}
     return values | loss.finish() | differences.finish()
 
 
@@ -235,8 +246,7 @@ def record(job: Job, step: int, rollouts: list[Rollout], values: dict[str, float
     """Write the row of a step, and samples of its rollouts."""
     sampled = sum(len(r.completion.token_ids) for r in rollouts)
     speed = {"throughput/rollout": sampled / max(clock.seconds["rollout"], 1e-9)} | job.generator.metrics()
-    memory = {"memory/peak_gb": job.peak_memory_gb()}
-    job.monitor.train(step, rollout_metrics(rollouts) | values | clock.metrics() | speed | memory)
+    job.monitor.train(step, rollout_metrics(rollouts) | values | clock.metrics() | speed | job.memory.metrics())
     job.monitor.samples(step, [r for r in rollouts if r.group < SAMPLED_GROUPS])
 
 

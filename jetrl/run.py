@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,21 +18,24 @@ from transformers import PreTrainedTokenizerBase
 from jetrl.check import diagnose
 from jetrl.config import RunConfig, load_config
 from jetrl.flow import Flow, build_flow, check_flow
+from jetrl.footprint import Footprint, Meter, Place
 from jetrl.kernels.select import device_of
 from jetrl.loop import Job, train
 from jetrl.model.checkpoint import load_weights
 from jetrl.model.config import ModelConfig, read_config
+from jetrl.model.shapes import model_to_plan
 from jetrl.model.sources import resolve_model
 from jetrl.model.tokenizer import load_tokenizer, stop_token_ids
 from jetrl.model.transformer import Transformer
-from jetrl.plan import BatchPlan, plan_batches
+from jetrl.plan import BatchPlan, memory_plan, plan_batches
 from jetrl.report.display import Display
 from jetrl.report.page import write_report
 from jetrl.report.read import CONFIG, METRICS, flatten, read_rows, read_run, summarize
 from jetrl.report.record import RunFolder, sample_row
 from jetrl.rl.types import Prompt, Rollout
 from jetrl.rollout.engine import Engine
-from jetrl.tasks import PromptCounts, Task, build_prompts, load_task, order
+from jetrl.tasks import MissingData, PromptCounts, Task, build_prompts, load_task, order
+from jetrl.train.optim import check_moments
 from jetrl.train.state import State, checkpoint_step, latest_checkpoint, load_state, save_state
 from jetrl.train.trainer import Objective, Trainer
 
@@ -42,26 +43,34 @@ log = logging.getLogger("jetrl")
 
 # What may change when a run goes on: how far, where, how often it saves and evaluates, and how much fits at once. The rest
 # would make one folder hold two runs.
-_MAY_CHANGE = {"steps", "folder", "save_every", "on_mismatch", "loggers", "eval.every", "optimizer.microbatch_tokens"} | {
-    f"rollout.{key}" for key in ("max_sequences", "max_batch_tokens", "cache_tokens", "block_size")
+_MAY_CHANGE = {"steps", "folder", "save_every", "on_mismatch", "loggers", "eval.every"} | {
+    *(f"optimizer.{key}" for key in ("microbatch_tokens", "recompute_layers")),
+    *(f"rollout.{key}" for key in ("max_sequences", "max_batch_tokens", "cache_tokens", "block_size")),
 }
 
 
 @dataclass(slots=True)
-class Setup:
-    """What is known before weights are loaded: everything that a dry run shows."""
+class Plan:
+    """What a dry run shows."""
 
     config: RunConfig
-    source: Path
     model: ModelConfig
+    flow: Flow
+    prompts: list[Prompt]  # empty where tokenizer or data are not here
+    held_out: list[Prompt]
+    notes: list[str]  # what the user should know: prompts left out, contexts cut, what was not checked
+    batches: BatchPlan
+    footprint: Footprint
+
+
+@dataclass(slots=True)
+class Setup(Plan):
+    """All that a run needs, before its weights are loaded."""
+
+    source: Path
     tokenizer: PreTrainedTokenizerBase
     eos: tuple[int, ...]
     task: Task
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-    notes: list[str]  # what the user should know: prompts left out, contexts cut
-    batches: BatchPlan
-    flow: Flow
 
     @property
     def device(self) -> torch.device:
@@ -73,45 +82,84 @@ class Setup:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def setup(config: RunConfig) -> Setup:
-    """Resolve model, task, prompts, batches and flow. Raises ValueError for whatever would fail later."""
+def setup(config: RunConfig, place: Place | None = None) -> Setup:
+    """Resolve model, task, prompts, batches and flow. Raises ValueError for whatever would fail later.
+
+    `place`: the machine to plan for, by default the configuration's device on this one.
+    """
     source = resolve_model(config.model)
     model = read_config(source)
+    check_moments(config.optimizer)
+    tokenizer = load_tokenizer(source, model)
+    eos = stop_token_ids(model, tokenizer)
+    task = load_task(config.task, seed=config.seed)
+    plan = _plan(config, model, tokenizer, task, place, [])
+    planned: dict[str, Any] = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    return Setup(**planned, source=source, tokenizer=tokenizer, eos=eos, task=task)
+
+
+def dry_run(config: RunConfig, place: Place | None = None) -> Plan:
+    """`setup` without weights. What is not on this machine, tokenizer, data or a library, is noted as not checked.
+
+    Raises ValueError for whatever else would fail, and for a model of unknown sizes.
+    """
+    source, model, notes = model_to_plan(config.model)
+    tokenizer = load_tokenizer(source, model) if source else None
+    if tokenizer:
+        stop_token_ids(model, tokenizer)
+    task = None
+    try:
+        task = load_task(config.task, seed=config.seed)
+        task.close()
+    except MissingData as error:
+        notes.append(f"not checked: problems of task {config.task.name}, because {error}")
+    try:
+        check_moments(config.optimizer)
+    except ValueError as error:
+        notes.append(f"not checked: that moments can be kept, because {error}")
+    return _plan(config, model, tokenizer, task, place, notes)
+
+
+def _plan(
+    config: RunConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    task: Task | None,
+    place: Place | None,
+    notes: list[str],
+) -> Plan:
+    """Flow, prompts and batches; without tokenizer or task, prompts as long as they may be."""
     flow = build_flow(config.flow, model, config.kv_cache)
     check_flow(flow)
-    device_of(config.device)
-    tokenizer = load_tokenizer(source, model)
-    task = load_task(config.task, seed=config.seed)
-    notes = [*model.notes, *(f"{count} problems left out: {why}" for why, count in task.dropped.items() if count)]
-    prompts, counts = build_prompts(task, task.train, tokenizer, config.task)
-    notes += _overlong("prompts", counts, config)
+    place = place or Place.of(config.device)
+    notes = [*model.notes, *notes]
+    prompts: list[Prompt] = []
     held_out: list[Prompt] = []
-    longest = max(len(p.token_ids) for p in prompts)
-    if config.eval.prompts:
-        if not task.held_out:
-            raise ValueError(
-                f"eval.prompts is {config.eval.prompts}, but task {task.name} has no held-out problem. Give task.eval_data, or "
-                "5 problems or more in task.data, or eval.prompts=0."
-            )
-        if len(task.held_out) < config.eval.prompts:
-            notes.append(f"eval.prompts is {config.eval.prompts}, but there are {len(task.held_out)} held-out problems only")
-        held_out, held_counts = build_prompts(task, task.held_out[: config.eval.prompts], tokenizer, config.task)
-        longest = max(longest, max(len(p.token_ids) for p in held_out))
-        notes += _overlong("held-out prompts", held_counts, config)
-    batches = plan_batches(config, model, longest)
-    return Setup(
-        config,
-        source,
-        model,
-        tokenizer,
-        stop_token_ids(model, tokenizer),
-        task,
-        prompts,
-        held_out,
-        notes,
-        batches,
-        flow,
-    )
+    longest = config.task.max_prompt_tokens
+    if task is not None:
+        notes += [f"{count} problems left out: {why}" for why, count in task.dropped.items() if count]
+        notes += _check_held_out(config, task)
+    if task is not None and tokenizer is not None:
+        prompts, counts = build_prompts(task, task.train, tokenizer, config.task)
+        notes += _overlong("prompts", counts, config)
+        if config.eval.prompts:
+            held_out, counts = build_prompts(task, task.held_out[: config.eval.prompts], tokenizer, config.task)
+            notes += _overlong("held-out prompts", counts, config)
+        longest = max(len(p.token_ids) for p in [*prompts, *held_out])
+    else:
+        notes.append(f"not checked: lengths of prompts; the longest is taken to have task.max_prompt_tokens={longest}")
+    batches = plan_batches(config, model, longest, place)
+    return Plan(config, model, flow, prompts, held_out, notes, batches, memory_plan(config, model, batches, place))
+
+
+def _check_held_out(config: RunConfig, task: Task) -> list[str]:
+    wanted, there = config.eval.prompts, len(task.held_out)
+    if wanted and not there:
+        raise ValueError(
+            f"eval.prompts is {wanted}, but task {task.name} has no held-out problem. Give task.eval_data, or "
+            "5 problems or more in task.data, or eval.prompts=0."
+        )
+    return [f"eval.prompts is {wanted}, but there are {there} held-out problems only"] if there < wanted else []
 
 
 def _overlong(what: str, counts: PromptCounts, config: RunConfig) -> list[str]:
@@ -167,7 +215,13 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
         reference.load(weights)
     temperature = config.rollout.temperature
     objective = Objective(
-        config.algorithm, config.optimizer, temperature, config.rollout.max_completion_tokens, s.batches.updates
+        config.algorithm,
+        config.optimizer,
+        temperature,
+        config.rollout.max_completion_tokens,
+        s.batches.updates,
+        s.batches.recompute_layers,
+        config.seed,
     )
     trainer = Trainer(training, weights, objective, [] if sampling is training else [sampling], reference)
     layers = sorted(s.flow.trainer_layers(model))
@@ -196,7 +250,7 @@ def build_job(s: Setup, monitor: RunMonitor, run: Path, resume: bool, stopping: 
         monitor=monitor,
         save=save,
         diagnose=lambda rollout, token: diagnose(sampling, training, rollout, token, temperature),
-        peak_memory_gb=lambda: peak_memory_gb(training.device),
+        memory=Meter(s.footprint, training.device),
         stopping=stopping,
         start=start,
     )
@@ -286,11 +340,3 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Largest memory so far, GB: on a GPU of torch's tensors there, else the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

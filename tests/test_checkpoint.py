@@ -261,7 +261,10 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    assert sources.resolve_model("some/model-1.5B", weights=False) == tmp_path
+    assert not [pattern for pattern in asked["allow_patterns"] if "safetensors" in pattern or pattern.endswith("*")]
     assert sources.resolve_model("some/model-1.5B") == tmp_path
+    assert "*.safetensors" in asked["allow_patterns"]
     assert not [pattern for pattern in asked["allow_patterns"] if pattern.endswith(("bin", "pt", "py", "*"))]
     with pytest.raises(ValueError, match=r"no/network.*offline"):
         sources.resolve_model("no/network")

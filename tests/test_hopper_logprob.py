@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,19 @@ from tests.interpreter import run_checks
 
 TILE = 4096
 VOCABULARIES = [1, 50, TILE, TILE + 16, 2 * TILE + 77]
+
+
+def gradient(dlogprobs: Tensor, *arguments: Any) -> Tensor:
+    """The gradient towards hidden; rows are asked about once each, with their own log-probabilities."""
+    asked: list[Tensor] = []
+
+    def slope(logprobs: Tensor, part: slice) -> Tensor:
+        asked.append(logprobs.clone())
+        return dlogprobs[part]
+
+    logprobs, _, found = kernels().chosen_logprobs_with_grad(slope, *arguments)
+    assert torch.equal(torch.cat(asked), logprobs)
+    return found
 
 
 @pytest.mark.slow
@@ -168,11 +182,11 @@ def check_chunks_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(seen.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
     assert torch.allclose(entropy.double(), -(everything.exp() * everything).sum(1).detach(), rtol=1e-5, atol=1e-5)
     accumulator = torch.ones(50, 24)
-    dhidden = kernels().chosen_logprobs_grad(dlogprobs, hidden, head, tokens, 0.7, product, accumulator)
+    dhidden = gradient(dlogprobs, hidden, head, tokens, 0.7, product, accumulator)
     scale, head_scale = wide.grad.abs().max(), wide_head.grad.abs().max()
     assert dhidden.dtype == torch.bfloat16 and ((dhidden.double() - wide.grad).abs() <= 0.02 * scale).all()
     assert ((accumulator.double() - 1 - wide_head.grad).abs() <= 0.02 * head_scale).all()
-    assert torch.equal(kernels().chosen_logprobs_grad(dlogprobs, hidden, head, tokens, 0.7, product, None), dhidden)
+    assert torch.equal(gradient(dlogprobs, hidden, head, tokens, 0.7, product, None), dhidden)
 
 
 @pytest.mark.parametrize("hidden_size", [24, 520])

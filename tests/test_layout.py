@@ -29,13 +29,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "rl": set(),
     "model": {"kernels"},
-    "bench": {"config", "kernels", "model", "rl", "rollout"},
+    "bench": {"config", "flow", "footprint", "kernels", "loop", "model", "plan", "rl", "rollout", "train"},
     "tasks": {"config", "rl.types"},
     "report": {"config", "flow", "rl.types"},
     "flow": {"config", "model.config"},
     "rollout": {"config", "flow", "kernels", "model", "rl"},
     "train": {"config", "flow", "kernels", "model", "rl"},
     "loop": {"config", "flow", "report", "rl", "tasks"},  # rollout and train: through protocols only
+    "footprint": {"config", "flow", "kernels", "model", "train"},
+    "plan": {"config", "footprint", "kernels", "model", "rollout"},
     "cluster": {"config", "flow", "kernels", "loop", "model", "rl", "rollout", "train"},
 }
 GPU_PACKAGES = {"triton", "deep_gemm", "flash_attn", "cuda"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from jetrl.kernels import logprob
 from jetrl.kernels.gemm import Bf16Weight
-from jetrl.kernels.logprob import Distribution, chosen_logprobs, chosen_logprobs_grad, distribution, greedy, sample
+from jetrl.kernels.logprob import Distribution, chosen_logprobs, distribution, greedy, sample
 
 HIDDEN, VOCAB = 72, 263
 
@@ -33,6 +35,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def from_logits(logits: Tensor, temperature: float = 1.0) -> Distribution:
     """The distribution of BF16 logits [R, V]: an identity head passes them through."""
     return distribution(logits.bfloat16(), Bf16Weight.make(torch.eye(logits.shape[1]).bfloat16(), ()), temperature)
+
+
+def gradient(dlogprobs: Tensor, *arguments: Any) -> Tensor:
+    """The gradient towards hidden; rows are asked about once each, with their own log-probabilities."""
+    asked: list[Tensor] = []
+
+    def slope(logprobs: Tensor, part: slice) -> Tensor:
+        asked.append(logprobs.clone())
+        return dlogprobs[part]
+
+    logprobs, _, found = logprob.chosen_logprobs_with_grad(slope, *arguments)
+    assert torch.equal(torch.cat(asked), logprobs)
+    return found
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.25, 3.0])
@@ -175,15 +190,15 @@ def test_gradient(temperature: float, budget: int, monkeypatch: pytest.MonkeyPat
     assert wide.grad is not None and wide_head.grad is not None
     accumulator = torch.ones(VOCAB, HIDDEN, dtype=torch.float64)
     weight = Bf16Weight.make(head, ())
-    seen = chosen_logprobs_grad(dlogprobs, hidden, weight, tokens, temperature, accumulator)
+    seen = gradient(dlogprobs, hidden, weight, tokens, temperature, accumulator)
     assert seen.dtype == torch.bfloat16 and not seen[::3].any()
     assert ((seen.double() - wide.grad).abs() <= 2.0**-8 * wide.grad.abs() + 1e-5).all()
     assert torch.allclose(accumulator - 1.0, wide_head.grad, rtol=1e-4, atol=1e-5)
-    assert torch.equal(chosen_logprobs_grad(dlogprobs, hidden, weight, tokens, temperature, None), seen)
+    assert torch.equal(gradient(dlogprobs, hidden, weight, tokens, temperature, None), seen)
 
 
 def test_a_batch_without_gradient_gives_zeros() -> None:
     hidden, head, tokens = case()
     accumulator = torch.zeros(VOCAB, HIDDEN, dtype=torch.float64)
-    assert not chosen_logprobs_grad(torch.zeros(40), hidden, Bf16Weight.make(head, ()), tokens, 1.0, accumulator).any()
+    assert not gradient(torch.zeros(40), hidden, Bf16Weight.make(head, ()), tokens, 1.0, accumulator).any()
     assert not accumulator.any()

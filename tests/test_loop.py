@@ -51,8 +51,14 @@ class World:
             monitor=SimpleNamespace(train=self._train, evaluation=self._evaluation, event=self._event,
                                     samples=lambda step, rows: self.sampled.extend(rows), phase=lambda name: None),
             save=lambda step: self.log.append(("save", step)), diagnose=lambda r, t: f"token {t} of group {r.group}",
-            peak_memory_gb=lambda: 1.5, stopping=lambda: self.step >= self.stop_after, start=start,
+            memory=self, stopping=lambda: self.step >= self.stop_after, start=start,
         )  # fmt: skip
+
+    def measure(self, phase: str) -> None:
+        self.log.append(f"measure {phase}")
+
+    def metrics(self) -> dict[str, float]:
+        return {"throughput/decode": 12.5, "memory/peak_gb": 1.5}
 
     def prompts(self, step: int) -> list[Prompt]:
         self.step = step
@@ -72,9 +78,6 @@ class World:
     def sleep(self) -> None:
         self.log.append("sleep")
 
-    def metrics(self) -> dict[str, float]:
-        return {"throughput/decode": 12.5}
-
     def grade(self, pairs: list[tuple[Problem, str]]) -> list[Grade]:
         assert all(text == "5 6 7" for _, text in pairs)
         if not pairs[0][0].id.startswith(HELD_OUT):
@@ -93,7 +96,7 @@ class World:
         self.batches.append(list(rollouts))
         self.olds.append(old_logprobs)
         seen = Mismatch(0.5, 0.5, 0.1, 1, 12, 4) if broken else Mismatch(tokens=12)
-        return SimpleNamespace(loss=LossStats(loss=0.25, tokens=12), mismatch=seen, entropy=2.0, tokens=40,
+        return SimpleNamespace(loss=LossStats(loss=0.25, tokens=12), mismatch=seen, entropy=2.0, tokens=40, flops=1e12,
                                first_difference=(1, 2) if broken else None)  # fmt: skip
 
     def apply(self) -> dict[str, float]:
@@ -141,8 +144,10 @@ def test_the_order_of_a_run() -> None:
     assert train(w.job()) == 2
     assert w.log == [
         "generate eval", "eval 0",
-        "generate at version 0", "grade", "sleep", "accumulate 8", "apply", "published 1", "row 1",
-        "generate at version 1", "grade", "sleep", "accumulate 8", "apply", "published 2", "row 2",
+        "generate at version 0", "grade", "measure rollout", "sleep", "accumulate 8", "apply", "published 1",
+        "measure training", "row 1",
+        "generate at version 1", "grade", "measure rollout", "sleep", "accumulate 8", "apply", "published 2",
+        "measure training", "row 2",
         "generate eval", "eval 2", ("save", 2),
     ]  # fmt: skip
     assert w.events == []
@@ -161,6 +166,7 @@ def test_what_a_row_says() -> None:
     assert "time/old_logprobs" not in row
     assert row["time/step"] == pytest.approx(sum(v for k, v in row.items() if k.startswith("time/") and k != "time/step"))
     assert row["throughput/rollout"] > 0 and row["throughput/train"] > 0
+    assert row["throughput/train_tflops"] == pytest.approx(row["throughput/train"] / 40)  # 40 tokens cost 1e12 operations
     assert all(isinstance(v, int | float) for v in row.values())
 
 
@@ -206,7 +212,7 @@ def test_updates_split_the_batch_in_whole_groups() -> None:
     train(w.job())
     assert [[r.group for r in batch] for batch in w.batches] == [[0, 0, 1, 1], [2, 2, 3, 3]]
     middle = w.log[w.log.index("accumulate 4") : w.log.index("row 1")]
-    assert middle == ["accumulate 4", "apply", "published 1", "accumulate 4", "apply", "published 2"]
+    assert middle == ["accumulate 4", "apply", "published 1", "accumulate 4", "apply", "published 2", "measure training"]
     row = w.train_rows[1]
     assert (row["loss/total"], row["entropy"], row["token_diff/tokens"], row["policy_version"]) == (0.5, 2.0, 24.0, 2)
 

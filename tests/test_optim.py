@@ -1,8 +1,9 @@
-"""AdamW on FP32 masters: torch's arithmetic, nothing lost, nothing poisoned, restored to the bit."""
+"""AdamW in each kind of moments and masters: torch's arithmetic, nothing lost, nothing poisoned, restored to the bit."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jetrl.config import OptimizerConfig
-from jetrl.train.optim import Optimizer, learning_rate
+from jetrl.train.optim import Optimizer, check_moments, learning_rate
 
 SHAPES = {"matrix": (7, 5), "bias": (5,), "norm": (7,)}
 
@@ -160,3 +161,81 @@ def test_before_the_first_step_there_is_nothing_to_save() -> None:
     assert optimizer.moments() == {}
     optimizer.restore({}, 0, 2)
     assert (optimizer.steps, optimizer.skipped) == (0, 2)
+
+
+KINDS = [("fp8", "fp32"), ("int8", "fp32"), ("fp8", "bf16"), ("int8", "bf16")]
+QUANTISED = {"matrix": (64, 80), "odd": (65, 79), "norm": (64,)}  # of 256 values to a scale, of another size, too small
+
+
+def _kind(moments: Any, masters: Any, seed: int = 0) -> Optimizer:
+    generator = torch.Generator().manual_seed(1)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[masters]
+    values = {n: torch.randn(s, generator=generator).to(dtype).requires_grad_() for n, s in QUANTISED.items()}
+    return Optimizer(values, OptimizerConfig(moments=moments, masters=masters), seed)
+
+
+def _pushes(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(200 + step)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in QUANTISED.items()}
+
+
+@pytest.mark.parametrize(("moments", "masters"), KINDS)
+def test_quantised_moments_go_on_to_the_bit_whatever_else_draws(moments: str, masters: str) -> None:
+    first, second = _kind(moments, masters), _kind(moments, masters)
+    for step in range(2):
+        first.step(_pushes(step), 0.01)
+    saved = {n: m.clone() for n, m in first.moments().items()}
+    assert {n for n in saved if n.startswith("exp_avg/matrix.")} >= {"exp_avg/matrix.codes", "exp_avg/matrix.scale"}
+    assert {"exp_avg/odd", "exp_avg_sq/norm"} <= saved.keys()
+    for name, master in second.masters.items():
+        master.data.copy_(first.masters[name])
+    second.restore(saved, 2, 0)
+    expected = torch.random.get_rng_state()
+    first.step(_pushes(2), 0.01)
+    assert torch.equal(torch.random.get_rng_state(), expected)
+    torch.rand(5)
+    second.step(_pushes(2), 0.01)
+    assert _same(_values(first.masters), _values(second.masters))
+    assert all(torch.equal(m.view(torch.uint8), second.moments()[n].view(torch.uint8)) for n, m in first.moments().items())
+
+
+@pytest.mark.parametrize("moments", ["fp8", "int8"])
+def test_quantised_moments_follow_fp32_ones(moments: str) -> None:
+    exact, close = _kind("fp32", "fp32"), _kind(moments, "fp32")
+    for step in range(10):
+        exact.step(_pushes(step), 0.01)
+        close.step(_pushes(step), 0.01)
+    start = _kind("fp32", "fp32").masters
+    for name in ("odd", "norm"):  # not quantised
+        assert torch.allclose(exact.masters[name], close.masters[name], atol=1e-5)
+    before, one, other = (m["matrix"].detach() for m in (start, exact.masters, close.masters))
+    moved, apart = one - before, other - one
+    assert 0 < float(apart.norm()) < 0.1 * float(moved.norm())
+
+
+def test_bf16_masters_keep_small_updates_on_average_and_depend_on_the_seed() -> None:
+    def run(seed: int) -> Tensor:
+        masters = {"w": torch.ones(64, 64, dtype=torch.bfloat16).requires_grad_()}
+        optimizer = Optimizer(masters, OptimizerConfig(moments="fp8", masters="bf16"), seed)
+        for _ in range(50):
+            optimizer.step({"w": torch.ones(64, 64)}, 1e-5)
+        return masters["w"].detach()
+
+    assert run(0).double().mean().item() == pytest.approx(1 - 50 * 1e-5, abs=1e-4)  # rounded to nearest: 1, for ever
+    assert not torch.equal(run(0), run(1)) and torch.equal(run(0), run(0))
+
+
+def test_moments_of_another_kind_are_refused() -> None:
+    optimizer = _kind("fp8", "fp32")
+    optimizer.step(_pushes(0), 0.01)
+    for other in ("fp32", "int8"):
+        with pytest.raises(ValueError, match=rf"exp_avg of matrix is not of the kind of optimizer.moments={other}"):
+            _kind(other, "fp32").restore(optimizer.moments(), 1, 0)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.delitem(sys.modules, "torchao.optim", raising=False)
+    check_moments(OptimizerConfig())
+    with pytest.raises(ValueError, match=r"pip install torchao, or use\s+optimizer.moments=fp32"):
+        check_moments(OptimizerConfig(moments="fp8"))

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl.rl.loss import LOG_RATIO_BOUND, LossStats, policy_loss, token_weights, truncated_importance
+from jetrl.rl.loss import (
+    LOG_RATIO_BOUND,
+    LossStats,
+    TokenInputs,
+    policy_loss,
+    policy_slope,
+    token_weights,
+    truncated_importance,
+)
 
 Kind = Literal["token_mean", "sequence_mean", "dr_grpo"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -203,3 +211,21 @@ def test_truncated_importance():
     loss, _ = policy_loss(trainer, trainer.detach(), ones, ones, 0.2, 0.2, importance=factors)
     loss.backward()
     assert torch.equal(grad(trainer), -factors)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_slope_of_any_part_is_the_gradient_of_the_whole(kl_coef, corrected):
+    trainer, behavior, advantages, weights, reference = inputs(37, spread=1.0)
+    with torch.no_grad():
+        trainer[3], trainer[5] = behavior[3] + 2 * LOG_RATIO_BOUND, behavior[5] - 2 * LOG_RATIO_BOUND
+    weights[7:9] = 0.0
+    importance = torch.rand(37) * 2 if corrected else None
+    loss, _ = policy_loss(trainer, behavior, advantages, weights, 0.2, 0.28, importance, reference, kl_coef)
+    loss.backward()
+    tokens = TokenInputs(behavior, advantages, weights, importance, reference).to(trainer.device)
+    with torch.no_grad():  # as the trainer asks for it
+        for part in (slice(0, 37), slice(0, 10), slice(10, 11), slice(11, 37)):
+            slope = policy_slope(trainer[part], tokens.part(part), 0.2, 0.28, kl_coef)
+            assert slope.dtype == torch.float32 and torch.equal(slope, grad(trainer)[part])
+    assert not grad(trainer)[7:9].any() and bool(kl_coef) == bool(grad(trainer)[3])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+import types
 
 import pytest
 
 from jetrl.config import TaskConfig
 from jetrl.rl.types import Problem
-from jetrl.tasks import load_task
+from jetrl.tasks import MissingData, load_task
 from jetrl.tasks.answers import last_boxed, last_number, to_number
 from jetrl.tasks.mathematics import MathJudge, compare, gold_answer
 from jetrl.tasks.workers import WorkerPool
@@ -259,6 +261,108 @@ def test_chat_instruction_fits_the_data(tmp_path):
     messages = boxed.prompt_text(boxed.train[0])
     assert messages[-1]["content"].endswith("\\boxed{}.")
     assert "so \\boxed{" in messages[1]["content"]
+
+
+def boxed_rows(n, start=0):
+    return [
+        {"problem": f"Half of {i}?", "solution": f"It is \\boxed{{\\frac{{{i}}}{{2}}}}.", "level": 3} for i in range(start, n)
+    ]
+
+
+def test_a_mixture_keeps_each_question_once_and_takes_its_sources_in_turn(tmp_path):
+    again = {"problem": "What is  3 plus 1?", "solution": "\\boxed{4}"}
+    a = write(tmp_path / "a.jsonl", [*math_rows(20), {"question": " ", "answer": "1"}])
+    b = write(tmp_path / "b.jsonl", [*boxed_rows(40), again])
+    held = [write(tmp_path / "c.jsonl", math_rows(30, start=18)), write(tmp_path / "d.jsonl", boxed_rows(44, start=39))]
+    t = load([a, b], eval_data=held)
+    assert t.dropped == {"repeated question": 1, "no question": 1, "also held out": 3}
+    assert sorted(p.question for p in t.train) == sorted(
+        [r["question"] for r in math_rows(18)] + [r["problem"] for r in boxed_rows(39)]
+    )
+    first = [p.question for p in t.held_out]
+    assert first[:10] == [q for i in range(5) for q in (f"What is {i + 18} plus 1?", f"Half of {i + 39}?")]
+    assert first[10:] == [f"What is {i} plus 1?" for i in range(23, 30)]
+    assert load([a]).train == load(a).train
+    mixed = load([a, b])
+    assert {p.question[:4] for p in mixed.held_out} == {"What", "Half"}
+    assert not {p.question for p in mixed.held_out} & {p.question for p in mixed.train}
+
+
+def test_a_mixture_is_asked_for_a_box_and_graded_by_either_mark(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", math_rows(10)), write(tmp_path / "b.jsonl", boxed_rows(10))
+    for sources in ([a, b], [b, a]):
+        t = load(sources, template="chat")
+        for problem in t.train:
+            assert t.prompt_text(problem)[-1]["content"].endswith("\\boxed{}.")
+        hashes = next(p for p in t.train if p.question.startswith("What"))
+        for text in (f"#### {hashes.answer}", f"so \\boxed{{{hashes.answer}}}"):
+            assert t.grade(hashes, text).correct
+    assert "####" in load([a], template="chat").prompt_text(load([a]).train[0])[-1]["content"]
+
+
+def test_a_source_of_a_mixture_that_gives_nothing_is_named(tmp_path):
+    a = write(tmp_path / "a.jsonl", [*math_rows(10), {"question": " ", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"b\.jsonl' holds no usable problem; dropped: nothing, it is empty"):
+        load([a, write(tmp_path / "b.jsonl", [])])
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl' holds no usable problem; dropped: {'repeated question': 10, 'no question': 1}"
+    ):
+        load([a, a])
+    with pytest.raises(ValueError, match=r"no data file at 'nope\.jsonl'"):
+        load([a, "nope.jsonl"])
+    with pytest.raises(ValueError, match="leaves no training problem"):
+        load([])
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The `datasets` library, with three sets; what was asked of it."""
+    asked = []
+    deep = [{"question": f"Deep {i}?", "final_answer": str(i), "r1_solution_1": "long"} for i in range(20)]
+    sets = {"own/sums": math_rows(20), "own/halves": boxed_rows(20), "own/deep": deep}
+
+    def load_dataset(name, subset, *, split):
+        asked.append((name, subset, split))
+        if name not in sets:
+            raise FileNotFoundError(f"{name} is not on the hub")
+        if subset == "none":
+            raise ValueError("BuilderConfig 'none' not found. Available: ['main']")
+        return sets[name]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+def test_names_of_a_mixture_bring_their_own_subset_and_split(hub, tmp_path):
+    file = write(tmp_path / "a.jsonl", [{"question": "one?", "answer": "1"}])
+    t = load(
+        ["own/sums:main", "own/halves@train[:50]", "own/deep", file], eval_data="own/sums:main@test", options={"subset": "all"}
+    )
+    assert hub == [
+        ("own/sums", "main", "train"),
+        ("own/halves", "all", "train[:50]"),
+        ("own/deep", "all", "train"),
+        ("own/sums", "main", "test"),
+    ]
+    assert {p.answer for p in t.train if p.question.startswith("Deep")} == {str(i) for i in range(20)}
+    assert len(t.train) == 41 and len(t.held_out) == 20
+    hub.clear()
+    load("own/sums", options={"subset": "main", "split": "train[:9]"})
+    load("own/sums")
+    assert hub == [("own/sums", "main", "train[:9]"), ("own/sums", None, "train")]
+
+
+def test_a_set_that_is_not_here_is_told_from_a_wrong_subset(hub, monkeypatch):
+    with pytest.raises(
+        MissingData, match=r"'own/other' \(subset 'main', split 'train'\) cannot be loaded: own/other is not.*NAME:SUBSET"
+    ):
+        load(["own/sums", "own/other:main"])
+    with pytest.raises(ValueError, match=r"subset 'none'.*Available: \['main'\]") as caught:
+        load("own/sums:none")
+    assert not isinstance(caught.value, MissingData)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingData, match=r"no file 'own/sums'.*pip install 'jetrl\[data\]'"):
+        load("own/sums:main")
 
 
 def test_parquet_equals_jsonl(tmp_path):

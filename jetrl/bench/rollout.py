@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from jetrl.bench.profiling import Profile, gap_rows, kernel_rows, profiled
-from jetrl.bench.shapes import products, visible_pairs
+from jetrl.bench.shapes import named, products, visible_pairs
 from jetrl.bench.table import Row, Table, at_least
 from jetrl.bench.timing import Ceilings
 from jetrl.model.config import ModelConfig, linear_names
@@ -335,13 +335,7 @@ def measure_case(model: Transformer, case: Case, flow: Flow, lanes: int, tokens:
 
 def chosen(cases: str, flows: str) -> tuple[list[Case], list[Flow]]:
     """What lists with commas name. Raises ValueError for an unknown name."""
-    found: list[list] = []
-    for option, text, known in (("--cases", cases, CASES), ("--flows", flows, FLOWS)):
-        names = [name.strip() for name in text.split(",")]
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{option} has {unknown[0]!r}; wanted some of {', '.join(known)}, with commas between them")
-        found.append([known[name] for name in dict.fromkeys(names)])
-    return found[0], found[1]
+    return named("--cases", cases, CASES), named("--flows", flows, FLOWS)
 
 
 def bench(
@@ -354,12 +348,12 @@ def bench(
         model = Transformer.random(config, linear_names(config) if flow.fp8 else (), "cuda", kv_fp8=flow.kv_fp8)
         for case in cases:
             yield measure_case(model, case, flow, LANES if case.group == 1 else tail_lanes, tokens, profile)
-            _collect()
+            collect()
         del model
-        _collect()
+        collect()
 
 
-def _collect() -> None:
+def collect() -> None:
     """Free what nobody holds any more: engines with their graphs, models."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from jetrl.bench import attention, gemm, head, layer, rollout
-from jetrl.bench.shapes import shape_of
+from jetrl.bench import attention, gemm, head, layer, rollout, step
+from jetrl.bench.shapes import named, shape_of
 from jetrl.bench.table import Table, as_json, render
 from jetrl.bench.timing import Ceilings, measure_ceilings, require_gpu
 from jetrl.model.shapes import DEFAULT
@@ -91,6 +91,43 @@ def run_rollout(
     _show(tables, meta, file, console)
     if differing := sum(m.differing for m in measured):
         raise MismatchError(f"{differing} log-probabilities of engine and trainer differ; `jetrl check` finds the operator")
+
+
+def run_step(
+    shape: str,
+    cases: str,
+    flows: str,
+    steps: int,
+    moments: str,
+    tokens: int,
+    weights: bool,
+    file: Path | None,
+    console: Console,
+) -> None:
+    """Measure whole steps, see `bench.step`. JSON is written after each case.
+
+    Raises ValueError for an unknown shape, case or flow, for what does not fit the GPU, or a machine without a Hopper GPU,
+    before the work; and MismatchError, from the loop, if rollout and trainer differ.
+    """
+    config = shape_of(shape)
+    if weights and not Path(shape).expanduser().is_dir():
+        raise ValueError(f"--weights reads the weights of a model folder, but --shape is {shape!r}; give its path")
+    picked = named("--cases", cases, step.CASES), named("--flows", flows, step.FLOWS)
+    step.settings(picked[0][0], picked[1][0], steps, moments, tokens)
+    ceilings, meta = _prepare(file)
+    meta |= {"shape": shape, "tokens": tokens, "moments": moments}
+    measured: list[step.Measured] = []
+    tables: list[Table] = []
+    folder = Path(shape).expanduser() if weights else None
+
+    def told(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    for m in step.bench(config, folder, *picked, steps, moments, tokens, "cuda", told):
+        measured.append(m)
+        tables = step.tables(config, measured, ceilings, shape == DEFAULT and tokens == JUDGED_TOKENS)
+        _save("step", tables, meta | {"rows": [{"case": n.case.name, "flow": n.flow, "steps": n.rows} for n in measured]}, file)
+    _show(tables, meta, file, console)
 
 
 def _prepare(file: Path | None) -> tuple[Ceilings, dict[str, Any]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from jetrl.model.config import ModelConfig, read_config
 from jetrl.model.shapes import SHAPES
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,6 +31,14 @@ def shape_of(name: str) -> ModelConfig:
     if not folder.is_dir():
         raise ValueError(f"shape is {name!r}; wanted one of {', '.join(SHAPES)}, or a model folder")
     return read_config(folder)
+
+
+def named(option: str, text: str, known: Mapping[str, T]) -> list[T]:
+    """What a list with commas names, each once. Raises ValueError for an unknown name."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{option} has {unknown[0]!r}; wanted some of {', '.join(known)}, with commas between them")
+    return [known[name] for name in dict.fromkeys(names)]
 
 
 def products(config: ModelConfig) -> list[Product]:

@@ -15,6 +15,7 @@ from jetrl.kernels.arena import CpuArena
 from jetrl.kernels.attention import Layout
 from jetrl.kernels.gemm import Bf16Weight, Fp8Weight
 from jetrl.kernels.lanes import DecodeInputs, Lanes
+from jetrl.kernels.logprob import Slope
 from jetrl.kernels.ops import Activation, Heads, HeadWeights, Operand, Spec, Target
 from jetrl.kernels.quant import Quantized, TokenGroups, dequantize_heads, quantize_heads
 
@@ -35,7 +36,7 @@ class CpuOps:
 
     def weight(self, w: Tensor, parts: tuple[int, ...], fp8: bool, previous: Any) -> Fp8Weight | Bf16Weight:
         del previous
-        return (Fp8Weight if fp8 else Bf16Weight).make(w, parts)
+        return (Fp8Weight if fp8 else Bf16Weight).make(w.to(torch.bfloat16, copy=True), parts)
 
     def activation(self, x: Tensor, spec: Spec) -> Activation:
         saved = None if spec.groups is None else gemm.save_activation(x, spec.groups, spec.fp8)
@@ -125,16 +126,16 @@ class CpuOps:
     def chosen_logprobs(self, hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return logprob.chosen_logprobs(hidden, head, tokens, temperature)
 
-    def chosen_logprobs_grad(
+    def chosen_logprobs_with_grad(
         self,
-        dlogprobs: Tensor,
+        slope: Slope,
         hidden: Tensor,
         head: Bf16Weight,
         tokens: Tensor,
         temperature: float,
         accumulator: Tensor | None,
-    ) -> Tensor:
-        return logprob.chosen_logprobs_grad(dlogprobs, hidden, head, tokens, temperature, accumulator)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return logprob.chosen_logprobs_with_grad(slope, hidden, head, tokens, temperature, accumulator)
 
     def next_tokens(
         self, hidden: Tensor, head: Bf16Weight, uniforms: Tensor, forced: Tensor, temperature: float

@@ -11,12 +11,15 @@ Method: logits are an exact product, rounded once to FP32 and divided by the tem
 Sampling inverts the cumulative sum of the same e, which are integers on their grid: with u in [0, 1) from the sequence's
 own counter-based generator, the token is the first one whose cumulative sum exceeds u * S. Exact, whatever the batch.
 
+Training asks for the loss's derivative by a chunk's log-probabilities while its logits are there, so they are made once.
+
 Layout: hidden [R, H] BF16, head [V, H]. Rows are processed in chunks, so [R, V] never exists at once in training.
 Given up: probabilities below 2^-35 of the most likely token's are zero; the vocabulary is at most 2^19.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +28,8 @@ from torch import Tensor
 from jetrl.kernels.exact import exact_product, left_operand, order_free_sum
 from jetrl.kernels.gemm import Bf16Weight
 from jetrl.kernels.memory import row_chunks
+
+Slope = Callable[[Tensor, slice], Tensor]  # log-probabilities float32 [n] of some rows, which: d loss / d each, float32 [n]
 
 _GRID_BITS = 34
 _CHUNK_LOGITS = 1 << 24  # logits of one chunk: 128 MB in float64
@@ -76,26 +81,31 @@ def chosen_logprobs(hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperatur
     return logprobs, entropy
 
 
-def chosen_logprobs_grad(
-    dlogprobs: Tensor, hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperature: float, accumulator: Tensor | None
-) -> Tensor:
-    """Gradient of `chosen_logprobs` towards hidden, BF16 [R, H]; the head's is added to `accumulator` [V, H].
+def chosen_logprobs_with_grad(
+    slope: Slope, hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperature: float, accumulator: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`chosen_logprobs`, and the gradient towards hidden, BF16 [R, H], of a loss whose derivative by the log-probabilities
+    `slope` knows; the head's is added to `accumulator` [V, H].
 
-    dlogits = dlogprob * (onehot(token) - softmax) / T, chunk by chunk, in float64. Rows with zero gradient cost nothing.
+    dlogits = slope * (onehot(token) - softmax) / T, chunk by chunk, in float64. Rows with zero gradient cost no product.
     """
+    logprobs = torch.empty(hidden.shape[0], dtype=torch.float32)
+    entropy = torch.empty(hidden.shape[0], dtype=torch.float64)
     dhidden = torch.zeros_like(hidden)
-    active = dlogprobs.nonzero().squeeze(1)
     wide_head = head.value.double()
-    for part in logit_chunks(len(active), head.value.shape[0]):
-        index = active[part]
-        rows = distribution(hidden[index], head, temperature)
-        scale = (dlogprobs[index].double() / temperature).unsqueeze(1)
-        dlogits = rows.weights.mul_(-scale / rows.log_sum.exp())
+    for part in logit_chunks(hidden.shape[0], head.value.shape[0]):
+        rows = distribution(hidden[part], head, temperature)
+        logprobs[part], entropy[part] = rows.logprobs(tokens[part]), rows.entropy()
+        dlogprobs = slope(logprobs[part], part)
+        active = dlogprobs.nonzero().squeeze(1)
+        index = active + part.start
+        scale = (dlogprobs[active].double() / temperature).unsqueeze(1)
+        dlogits = rows.weights[active].mul_(-scale / rows.log_sum[active].exp())
         dlogits.scatter_add_(1, tokens[index].unsqueeze(1), scale)
         dhidden[index] = (dlogits @ wide_head).to(torch.bfloat16)
         if accumulator is not None:
             accumulator.add_((dlogits.t() @ hidden[index].double()).to(accumulator.dtype))
-    return dhidden
+    return logprobs, entropy, dhidden
 
 
 def sample(rows: Distribution, uniform: Tensor) -> Tensor:

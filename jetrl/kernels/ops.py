@@ -24,6 +24,7 @@ from torch import Tensor
 
 from jetrl.kernels.arena import Arena
 from jetrl.kernels.lanes import DecodeInputs, Lanes
+from jetrl.kernels.logprob import Slope
 from jetrl.kernels.quant import Quantized, TokenGroups
 
 Operand = Tensor | Quantized  # of attention: BF16, or codes and scales
@@ -138,7 +139,10 @@ class Ops(Protocol):
         ...
 
     def weight(self, w: Tensor, parts: tuple[int, ...], fp8: bool, previous: Any) -> Any:
-        """Publish a weight [N, K] (BF16) in the form the products read; `previous`, if given, may be overwritten."""
+        """Publish a weight [N, K], BF16 or FP32 that is rounded to BF16 first, in the form the products read.
+
+        `previous`, if given, may be overwritten.
+        """
         ...
 
     def activation(self, x: Tensor, spec: Spec) -> Activation:
@@ -216,10 +220,12 @@ class Ops(Protocol):
         """Log-probability of one token a row, float32 [R], and the entropy [R]."""
         ...
 
-    def chosen_logprobs_grad(
-        self, dlogprobs: Tensor, hidden: Tensor, head: Any, tokens: Tensor, temperature: float, accumulator: Tensor | None
-    ) -> Tensor:
-        """Gradient towards hidden, BF16; the head's is added to `accumulator`."""
+    def chosen_logprobs_with_grad(
+        self, slope: Slope, hidden: Tensor, head: Any, tokens: Tensor, temperature: float, accumulator: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`chosen_logprobs`, and the gradient towards hidden, BF16, of a loss whose derivative by the log-probabilities of some
+        rows `slope` gives; the head's is added to `accumulator`. Logits are made once, some rows at a time.
+        """
         ...
 
     def next_tokens(

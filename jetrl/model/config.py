@@ -10,6 +10,7 @@ it and a note is kept.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +95,19 @@ def linear_names(config: ModelConfig, linears: tuple[str, ...] = LINEARS) -> tup
     The one list of them; the flow, the model and every checkpoint use it.
     """
     return tuple(f"layers.{i}.{name}" for i in range(config.num_layers) for name in linears)
+
+
+def training_flops(config: ModelConfig, lengths: Sequence[int], rows: int) -> float:
+    """Operations that a forward and its backward over whole sequences must do, `rows` of them through the head.
+
+    Matrix products and causal attention alone, two operations a multiplication, the backward twice the forward, nothing
+    recomputed: what model FLOPs utilisation counts.
+    """
+    hidden, wide = config.hidden_size, config.intermediate_size
+    weights = hidden * (2 * config.q_size + 2 * config.kv_size + 3 * wide)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    layer = 2.0 * weights * sum(lengths) + 4.0 * config.q_size * pairs
+    return 3.0 * (config.num_layers * layer + 2.0 * config.vocab_size * hidden * rows)
 
 
 def read_config(folder: str | Path) -> ModelConfig:

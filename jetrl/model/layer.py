@@ -11,7 +11,8 @@ the addition at a layer's end is fused with the norm that begins the next one.
     x += a;      delta = down(silu_mul(gate_up(norm(x))))
 
 Kept per token: the two residual inputs, q, k, v (with an FP8 cache: of the codes), attention's output, gate and up in BF16,
-and the inputs of the four products as the weight gradient reads them (FP8 in an FP8 layer).
+and the inputs of the four products as the weight gradient reads them (FP8 in an FP8 layer). `kept_bytes` counts them. A layer
+that is recomputed keeps the first residual input alone; its backward begins with the same forward once more, to the same bits.
 """
 
 from __future__ import annotations
@@ -175,21 +176,26 @@ def _norm(layer: Layer, name: str, dy: Tensor, x: Tensor, statistics: Tensor | N
 
 
 class LayerFunction(Function):
-    """`forward` and `backward` as autograd sees them."""
+    """`forward` and `backward` as autograd sees them; with `recompute` the backward begins by repeating the forward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, layer: Layer, context: Context, record: Record
+        ctx: Any, x: Tensor, delta: Tensor | None, layer: Layer, context: Context, recompute: bool, record: Record
     ) -> tuple[Tensor, Tensor]:
-        new_x, new_delta, ctx.saved = forward(layer, x, delta, context, context.groups, record)
+        groups = None if recompute else context.groups
+        new_x, new_delta, saved = forward(layer, x, delta, context, groups, record)
+        ctx.saved = saved.x if recompute else saved  # x + delta, rounded: the layer's result depends on nothing else
         ctx.layer, ctx.context, ctx.paired = layer, context, delta is not None
         return new_x, new_delta
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx = backward(ctx.layer, ctx.saved, ctx.context, grads[0].contiguous(), grads[1].contiguous())
+        saved, layer, context = ctx.saved, ctx.layer, ctx.context
         del ctx.saved
-        return dx, dx if ctx.paired else None, None, None, None
+        if isinstance(saved, Tensor):
+            saved = forward(layer, saved, None, context, context.groups)[2]
+        dx = backward(layer, saved, context, grads[0].contiguous(), grads[1].contiguous())
+        return dx, dx if ctx.paired else None, None, None, None, None
 
 
 class NormFunction(Function):
@@ -244,8 +250,11 @@ class ChosenLogprobsFunction(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, tokens = ctx.saved_tensors
         head: Leaf = ctx.head
-        dhidden = ctx.ops.chosen_logprobs_grad(grads[0].contiguous(), hidden, head.value, tokens, ctx.temperature, head.grad)
-        return dhidden, None, None, None, None
+        dlogprobs = grads[0].contiguous()
+        found = ctx.ops.chosen_logprobs_with_grad(
+            lambda _, part: dlogprobs[part], hidden, head.value, tokens, ctx.temperature, head.grad
+        )
+        return found[2], None, None, None, None
 
 
 def anchor() -> Tensor:

@@ -4,8 +4,8 @@ Problem: trainer and engine must read the same bytes, and weight gradients must 
 microbatches, without an extra pass.
 
 Method: a `Leaf` holds what kernels read (`value`) and, while training, the accumulator `grad`. Masters are not here; the
-trainer owns them and publishes BF16 values through `assign`. The backward adds into `grad` itself, so autograd never holds
-a weight's gradient.
+trainer owns them and publishes their BF16 values through `assign`. The backward adds into `grad` itself, so autograd never
+holds a weight's gradient.
 
 Given up: `torch.nn.Parameter`, hence optimizers that look for it.
 """
@@ -36,17 +36,17 @@ class Leaf:
 
     def check(self, tensor: Tensor) -> None:
         """Raise ValueError unless `tensor` is what `assign` takes."""
-        if tuple(tensor.shape) != self.shape or tensor.dtype != torch.bfloat16:
-            raise ValueError(f"{self.name}: got {tensor.dtype} {tuple(tensor.shape)}, wanted torch.bfloat16 {self.shape}")
+        if tuple(tensor.shape) != self.shape or tensor.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{self.name}: got {tensor.dtype} {tuple(tensor.shape)}, wanted BF16 or FP32 {self.shape}")
 
     def assign(self, tensor: Tensor, ops: Ops) -> None:
-        """Publish a BF16 tensor of this leaf's shape: quantise it if the leaf is FP8."""
+        """Publish a tensor of this leaf's shape, BF16 or FP32, as its BF16 values: quantise those if the leaf is FP8."""
         self.check(tensor)
-        tensor = tensor.to(ops.device).contiguous()
+        tensor = tensor.detach().to(ops.device).contiguous()
         if self.kind != "plain":
             self.value = ops.weight(tensor, self.parts, self.kind == "fp8", self.value)
         elif self.value is None:
-            self.value = tensor.clone()
+            self.value = tensor.to(torch.bfloat16, copy=True)
         else:
             self.value.copy_(tensor)  # in place: captured graphs read it where it is
 

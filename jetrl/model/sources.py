@@ -1,6 +1,7 @@
 """Where models come from: a name on the command line becomes a folder on this machine.
 
-Imports no torch. Of a hub repository only safetensors, JSON and tokenizer files are fetched: no pickles, no code.
+Imports no torch. Of a hub repository only safetensors, JSON and tokenizer files are fetched: no pickles, no code. Who asks for
+sizes and tokenizer alone gets no weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import jetrl
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+WEIGHTS = "*.safetensors"
+HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 HUB_SKIPPED = ["*/*", "consolidated*"]  # copies in other layouts
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -28,10 +30,11 @@ def smollm2_folder() -> Path:
     return cache_folder() / "SmolLM2-135M-Instruct"
 
 
-def resolve_model(name: str | Path) -> Path:
+def resolve_model(name: str | Path, weights: bool = True) -> Path:
     """The model folder for `demo`, `smollm2`, a folder path, or a hub id `organisation/name` (fetched on first use).
 
-    A folder that exists wins over a hub id. Raises ValueError that says what was looked for and what to do.
+    A folder that exists wins over a hub id, whose weights are fetched only with `weights`. Raises ValueError that says what was
+    looked for and what to do.
     """
     text = str(name)
     if text == "demo":
@@ -43,7 +46,7 @@ def resolve_model(name: str | Path) -> Path:
         return folder
     if not _HUB_ID.fullmatch(text):
         raise ValueError(f"no model folder at {text!r}; give a folder, `demo`, `smollm2`, or a hub id (Qwen/Qwen3-0.6B)")
-    return _from_hub(text)
+    return _from_hub(text, [*HUB_FILES, WEIGHTS] if weights else HUB_FILES)
 
 
 def _existing(folder: Path, what: str, otherwise: str) -> Path:
@@ -52,11 +55,11 @@ def _existing(folder: Path, what: str, otherwise: str) -> Path:
     return folder
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:  # every error of the hub client (not found, gated, offline) is an OSError or a ValueError
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED))
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=HUB_SKIPPED))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

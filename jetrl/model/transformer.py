@@ -14,13 +14,14 @@ Every tensor that leaves an operator can be recorded (`trace`), so that a mismat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from jetrl.kernels.checksum import checksum
+from jetrl.kernels.logprob import Slope
 from jetrl.kernels.ops import Heads, Spec
 from jetrl.kernels.select import ops_for
 from jetrl.model import layer as layers
@@ -41,6 +42,15 @@ def _parts(config: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
     if kind == "gate_up":
         return (config.intermediate_size, config.intermediate_size)
     return (rows,)
+
+
+def random_weights(config: ModelConfig, device: torch.device, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Names and BF16 tensors of a model whose activations stay near one, made one at a time."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, shape in parameter_shapes(config).items():
+        noise = torch.randn(shape, generator=generator, device=device)
+        value = 1.0 + 0.2 * noise if "norm" in name else noise * (0.3 if "bias" in name else shape[-1] ** -0.5)
+        yield name, value.to(torch.bfloat16)
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
@@ -114,15 +124,12 @@ class Transformer:
     ) -> Transformer:
         """A model of random weights whose activations stay near one: for checks and benches, where no checkpoint is needed."""
         model = Transformer(config, fp8_layers, device, kv_fp8)
-        generator = torch.Generator(model.device).manual_seed(seed)
-        for name, leaf in model.leaves.items():
-            noise = torch.randn(leaf.shape, generator=generator, device=model.device)
-            value = 1.0 + 0.2 * noise if "norm" in name else noise * (0.3 if "bias" in name else leaf.shape[-1] ** -0.5)
-            leaf.assign(value.to(torch.bfloat16), model.ops)
+        for name, value in random_weights(config, model.device, seed):
+            model.leaves[name].assign(value, model.ops)
         return model
 
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Publish BF16 tensors, all leaves or none: every name, shape and dtype is checked before the first is assigned."""
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Publish tensors, BF16 or FP32, as BF16 values, all leaves or none: names, shapes and dtypes are checked first."""
         if weights.keys() != self.leaves.keys():
             missing, extra = self.leaves.keys() - weights.keys(), weights.keys() - self.leaves.keys()
             raise ValueError(f"weights do not fit the model: missing {sorted(missing)}, unexpected {sorted(extra)}")
@@ -144,8 +151,12 @@ class Transformer:
         """Tokens of the smallest block of a cache that the device can read; others hold a multiple of it."""
         return FP8_BLOCK if self.kv_fp8 and self.device.type != "cpu" else 1
 
-    def forward(self, tokens: Tensor, context: Context, trace: Trace | None = None) -> Tensor:
-        """Hidden states after the final norm. tokens: int64 [T]. Returns BF16 [T, H]. Differentiable where gradients are on."""
+    def forward(self, tokens: Tensor, context: Context, trace: Trace | None = None, recompute: int = 0) -> Tensor:
+        """Hidden states after the final norm. tokens: int64 [T]. Returns BF16 [T, H]. Differentiable where gradients are on.
+
+        The first `recompute` layers keep next to nothing for the backward, which computes them anew. They are its last ones:
+        what the other layers kept is gone by then.
+        """
         tokens, record = tokens.to(self.device), _recorder(trace)
         training = torch.is_grad_enabled()
         embed = self.leaves["embed"]
@@ -154,7 +165,7 @@ class Transformer:
         delta = None
         for layer in self.layers:
             if training:
-                x, delta = LayerFunction.apply(x, delta, layer, context, record)
+                x, delta = LayerFunction.apply(x, delta, layer, context, layer.index < recompute, record)
             else:
                 x, delta, _ = layers.forward(layer, x, delta, context, None, record)
         final, eps = self.leaves["final_norm"], self.config.rms_norm_eps
@@ -174,6 +185,15 @@ class Transformer:
         if torch.is_grad_enabled():
             return ChosenLogprobsFunction.apply(hidden, self.head, tokens, temperature, self.ops)  # type: ignore[return-value]
         return self.ops.chosen_logprobs(hidden, self.head.value, tokens, temperature)
+
+    def chosen_logprobs_with_grad(
+        self, slope: Slope, hidden: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropy as of `chosen_logprobs`, and the gradient towards hidden, BF16 [R, H], of a loss whose
+        derivative by the log-probabilities of some rows `slope` gives. The head's gradient goes into its leaf.
+        """
+        arguments = hidden.detach(), self.head.value, tokens.to(self.device), temperature, self.head.grad
+        return self.ops.chosen_logprobs_with_grad(slope, *arguments)
 
     def next_tokens(self, hidden: Tensor, uniforms: Tensor, forced: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Tokens after hidden states [R, H] and their log-probabilities; see `Ops.next_tokens`."""

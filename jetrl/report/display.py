@@ -152,6 +152,8 @@ def _final_rows(summary: Summary) -> list[tuple[str, Any]]:
         ("training", show(summary.train_speed, "{:,.0f} tokens/s")),
         ("steps", f"{summary.steps} in {duration(summary.seconds)}"),
     ]
+    if summary.memory:
+        rows.append(("peak memory", "{:.2f} GB, {:.2f} planned".format(*summary.memory)))
     if summary.skipped:
         rows.append(("skipped updates", str(summary.skipped)))
     return rows

@@ -110,6 +110,7 @@ class Summary:
     train_speed: float | None  # prompt + completion tokens/s
     seconds: float | None  # spent in steps and evals
     skipped: int  # optimizer steps skipped because of a non-finite gradient
+    memory: tuple[float, float] | None = None  # peak and planned peak, GB
 
     @property
     def exact(self) -> bool:
@@ -146,7 +147,13 @@ def summarize(run: RunData) -> Summary:
         train_speed=_speed(run.train, "throughput/train", "time/train"),
         seconds=_seconds(run),
         skipped=round(sum(run.values("optimizer/skipped"))),
+        memory=_memory(run),
     )
+
+
+def _memory(run: RunData) -> tuple[float, float] | None:
+    peaks, planned = run.values("memory/peak_gb"), run.values("memory/planned_gb")
+    return (max(peaks), planned[-1]) if peaks and planned else None
 
 
 def _speed(rows: list[Row], key: str, seconds: str) -> float | None:

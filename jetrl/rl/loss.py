@@ -113,32 +113,88 @@ def policy_loss(
     importance: factors of the policy term, from `truncated_importance`. A NaN logprob gives a NaN loss: the
     trainer must skip the step. Raises ValueError for unequal shapes (none broadcasts) and a kl_coef without reference.
     """
-    _check_shapes(trainer_logprobs, behavior=behavior_logprobs, advantages=advantages, weights=weights)
-    _check_shapes(trainer_logprobs, importance=importance, reference=reference_logprobs)
-    if kl_coef and reference_logprobs is None:
+    tokens = TokenInputs(behavior_logprobs, advantages, weights, importance, reference_logprobs)
+    t = _terms(trainer_logprobs, tokens, clip_low, clip_high, kl_coef)
+    totals = [torch.where(t.counted, x, 0.0).sum() for x in (t.k3, t.ratio)]
+    counts = [x.sum() for x in (t.low & t.counted, t.high & t.counted, t.bounded, t.counted)]
+    sums = [t.loss, t.policy, *totals, *counts]
+    values = torch.stack([s.detach().double() for s in sums]).tolist()  # one transfer, so one wait for the device
+    return t.loss, LossStats(*values[:4], *(int(v) for v in values[4:]), masked=len(weights) - int(values[-1]))
+
+
+def policy_slope(
+    trainer_logprobs: Tensor, tokens: TokenInputs, clip_low: float, clip_high: float, kl_coef: float = 0.0
+) -> Tensor:
+    """The derivative of `policy_loss` by each log-probability, float32 [T], without waiting for the device.
+
+    Each token's depends on that token alone, so a part of the batch can be asked about before the rest is known.
+    """
+    with torch.enable_grad():
+        logprobs = trainer_logprobs.detach().requires_grad_()
+        return torch.autograd.grad(_terms(logprobs, tokens, clip_low, clip_high, kl_coef).loss, logprobs)[0]
+
+
+@dataclass(slots=True, frozen=True)
+class TokenInputs:
+    """What the loss knows of each completion token besides its log-probability, [T] each; see `policy_loss`."""
+
+    behavior: Tensor
+    advantages: Tensor
+    weights: Tensor
+    importance: Tensor | None = None
+    reference: Tensor | None = None
+
+    def to(self, device: torch.device) -> TokenInputs:
+        return TokenInputs(*(x if x is None else x.to(device) for x in self._fields()))
+
+    def part(self, part: slice) -> TokenInputs:
+        return TokenInputs(*(x if x is None else x[part] for x in self._fields()))
+
+    def _fields(self) -> tuple[Tensor | None, ...]:
+        return self.behavior, self.advantages, self.weights, self.importance, self.reference
+
+
+@dataclass(slots=True, frozen=True)
+class _Terms:
+    """The loss, and what its statistics are made of: [T] each but the first two."""
+
+    loss: Tensor
+    policy: Tensor
+    k3: Tensor
+    ratio: Tensor
+    low: Tensor
+    high: Tensor
+    bounded: Tensor
+    counted: Tensor
+
+
+def _terms(trainer_logprobs: Tensor, tokens: TokenInputs, clip_low: float, clip_high: float, kl_coef: float) -> _Terms:
+    _check_shapes(trainer_logprobs, behavior=tokens.behavior, advantages=tokens.advantages, weights=tokens.weights)
+    _check_shapes(trainer_logprobs, importance=tokens.importance, reference=tokens.reference)
+    if kl_coef and tokens.reference is None:
         raise ValueError(f"kl_coef is {kl_coef} but there are no reference_logprobs; pass them, or set kl_coef to 0")
-    logprobs, advantage, weight = trainer_logprobs.double(), advantages.detach().double(), weights.detach().double()
-    log_ratio = logprobs - behavior_logprobs.detach().double()
+    logprobs, advantage, weight = (
+        trainer_logprobs.double(),
+        tokens.advantages.detach().double(),
+        tokens.weights.detach().double(),
+    )
+    log_ratio = logprobs - tokens.behavior.detach().double()
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     low, high = (advantage < 0) & (ratio < 1 - clip_low), (advantage > 0) & (ratio > 1 + clip_high)
     # The minimum of the two products, with one branch per token: torch.minimum splits the gradient of a tie.
     surrogate = torch.where(low, 1 - clip_low, torch.where(high, 1 + clip_high, ratio)) * advantage
-    if importance is not None:
-        surrogate = surrogate * importance.detach().double()
+    if tokens.importance is not None:
+        surrogate = surrogate * tokens.importance.detach().double()
     policy = loss = -(weight * surrogate).sum()
     k3 = torch.zeros_like(ratio)
-    if reference_logprobs is not None:
-        d = (reference_logprobs.detach().double() - logprobs).clamp(max=LOG_RATIO_BOUND)
+    if tokens.reference is not None:
+        d = (tokens.reference.detach().double() - logprobs).clamp(max=LOG_RATIO_BOUND)
         k3 = torch.expm1(d) - d
         if kl_coef:
             loss = loss + kl_coef * (weight * k3).sum()
     counted = weight != 0
     bounded = counted & (log_ratio.abs() > LOG_RATIO_BOUND)
-    totals = [torch.where(counted, x, 0.0).sum() for x in (k3, ratio)]
-    counts = [x.sum() for x in (low & counted, high & counted, bounded, counted)]
-    sums = [loss, policy, *totals, *counts]
-    values = torch.stack([s.detach().double() for s in sums]).tolist()  # one transfer, so one wait for the device
-    return loss, LossStats(*values[:4], *(int(v) for v in values[4:]), masked=len(weight) - int(values[-1]))
+    return _Terms(loss, policy, k3, ratio, low, high, bounded, counted)
 
 
 def truncated_importance(trainer_logprobs_at_rollout: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:

@@ -11,18 +11,20 @@ import difflib
 from jetrl.config import TaskConfig
 from jetrl.tasks.base import Task
 from jetrl.tasks.countdown import load_countdown
+from jetrl.tasks.data import MissingData
 from jetrl.tasks.generated import GENERATORS, load_generated
 from jetrl.tasks.mathematics import load_math
 from jetrl.tasks.prompts import PromptCounts, build_prompts, order
 from jetrl.tasks.user import load_reasoning_gym, load_user
 
-__all__ = ["PromptCounts", "Task", "build_prompts", "load_task", "order"]
+__all__ = ["MissingData", "PromptCounts", "Task", "build_prompts", "load_task", "order"]
 
 
 def load_task(config: TaskConfig, *, seed: int) -> Task:
     """The task that `config` names. `seed` chooses generated training problems; held-out ones do not depend on it.
 
-    Raises ValueError for an unknown name or option, missing libraries, and data that cannot be read or is empty.
+    Raises ValueError for an unknown name or option, missing libraries, and data that cannot be read or is empty, of it
+    MissingData for data that are not here.
     """
     name = config.name
     if name in GENERATORS:

@@ -42,7 +42,8 @@ def load_math(config: TaskConfig) -> Task:
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError(f"task {config.name} needs the math-verify library: pip install math-verify")
     examples, held_out, train, dropped = load_problems(config, options, _to_problem, need_answer=True)
-    default = (HASHES if "####" in train[0].metadata["solution"] else BOX) if config.template == "chat" else ""
+    hashes = all("####" in problem.metadata["solution"] for problem in train)  # of a mixture not all: a box holds any answer
+    default = (HASHES if hashes else BOX) if config.template == "chat" else ""
     instruction = options["instruction"] or default
     question = "{question}" + (f"\n{instruction}" if instruction else "")
     wording = Wording(f"Question: {question}\nAnswer:", question, lead=" ", ending="\n\n", stop="\nQuestion:")

@@ -2,8 +2,8 @@
 
     <run>/checkpoints/step-000040/
         state.json              step, policy version, counters, flow, names of the FP8 layers, kind of the KV cache
-        masters.safetensors     FP32 masters
-        optimizer.safetensors   AdamW moments
+        masters.safetensors     masters, FP32 or BF16
+        optimizer.safetensors   AdamW moments; of quantised ones codes and scales
         model/                  Hugging Face folder in BF16, for `transformers`, vLLM and `jetrl eval`
 
 Prompts, seeds and schedule are functions of the step, so there is no loader or generator state to lose. A checkpoint is
@@ -70,8 +70,9 @@ def save_state(run: Path, trainer: Trainer, state: State, config: ModelConfig, s
     partial = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({name: p.detach().contiguous() for name, p in trainer.masters.items()}, partial / "masters.safetensors")
-    save_file({name: m.contiguous() for name, m in trainer.optimizer.moments().items()}, partial / "optimizer.safetensors")
+    # From the CPU, one file after the other: the GPU may have no room for a second copy.
+    save_file(_on_cpu(trainer.masters), partial / "masters.safetensors")
+    save_file(_on_cpu(trainer.optimizer.moments()), partial / "optimizer.safetensors")
     save_model(partial / "model", config, bf16_weights(trainer.masters), source)
     (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
     os.replace(partial, folder)
@@ -95,12 +96,16 @@ def load_state(folder: Path, trainer: Trainer, flow: str, fp8_layers: list[str],
     wanted = {name: tuple(p.shape) for name, p in trainer.masters.items()}
     if shapes != wanted:
         raise ValueError(f"{folder} holds another model: its {len(shapes)} masters do not fit the {len(wanted)} of this one")
+    trainer.optimizer.restore(moments, state.optimizer_steps, state.skipped_steps)
     for name, tensor in masters.items():
         trainer.masters[name].data.copy_(tensor)
-    trainer.optimizer.restore(moments, state.optimizer_steps, state.skipped_steps)
     trainer.policy_version = state.policy_version
     publish(trainer.masters, trainer.published_models)
     return state
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -2,8 +2,9 @@
 
     accumulate   forward and backward over microbatches packed by token budget. The weights of the loss come from the whole
                  batch and weight gradients add up in float64, so the split into microbatches does not change the result.
-                 The forward's log-probabilities are compared with the rollout's on the way: the mismatch costs nothing.
-    apply        clip, AdamW, publish.
+                 The forward's log-probabilities are compared with the rollout's on the way: the mismatch costs nothing. The
+                 loss is asked for its slope as soon as some log-probabilities are there, so that logits are made once.
+    apply        clip, AdamW, publish. Then the gradients' memory is given back, for the rollout's KV cache.
 
 In an exact flow the rollout's log-probabilities are the trainer's own: no second forward for "old" ones, no importance
 correction. In `fp8_rollout` they are not, so `old_logprobs` recomputes them before the first update of a batch.
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from jetrl.config import AlgorithmConfig, OptimizerConfig
+from jetrl.model.config import training_flops
 from jetrl.model.transformer import Transformer
-from jetrl.rl.loss import LossStats, policy_loss, token_weights, truncated_importance
+from jetrl.rl.loss import LossStats, TokenInputs, policy_loss, policy_slope, token_weights, truncated_importance
 from jetrl.rl.metrics import Mismatch, mismatch
 from jetrl.rl.packing import Packed, build, input_length, pack
 from jetrl.rl.types import Rollout
-from jetrl.train.optim import Optimizer, learning_rate
+from jetrl.train.optim import MASTER_DTYPES, Optimizer, learning_rate
 from jetrl.train.publish import publish
 
 
@@ -38,6 +40,7 @@ class Accumulated:
     first_difference: tuple[int, int] | None  # rollout index, completion token
     entropy: float  # mean over completion tokens, nats
     tokens: int  # prompt and completion tokens of the forward
+    flops: float  # see `training_flops`
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +52,8 @@ class Objective:
     temperature: float
     max_tokens: int  # completion limit, the divisor of the dr_grpo loss
     updates: int  # optimizer steps of the whole run, for the schedule
+    recompute_layers: int = 0  # see `Transformer.forward`
+    seed: int = 0  # of stochastic rounding
 
 
 class Trainer:
@@ -64,19 +69,18 @@ class Trainer:
     ) -> None:
         """`weights`: the initial BF16 tensors, loaded into the models here. `reference`: the KL's, already loaded."""
         self.model, self.objective, self.reference = model, objective, reference
-        self.masters = {name: tensor.to(model.device).float().requires_grad_() for name, tensor in weights.items()}
-        self.optimizer = Optimizer(self.masters, objective.optimizer)
+        dtype = MASTER_DTYPES[objective.optimizer.masters]
+        self.masters = {name: tensor.to(model.device, dtype, copy=True).requires_grad_() for name, tensor in weights.items()}
+        self.optimizer = Optimizer(self.masters, objective.optimizer, objective.seed)
         self.policy_version = 0
         self.published_models = [model, *others]
-        for leaf in model.leaves.values():
-            leaf.grad = torch.zeros(leaf.shape, dtype=model.ops.gradient_dtype, device=model.device)
         publish(self.masters, self.published_models)
 
     def old_logprobs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """The present policy's log-probabilities of each rollout's completion, float32 [n], by a forward without gradients."""
         result = [torch.empty(0)] * len(rollouts)
         for packed in self._microbatches(rollouts, [0.0] * len(rollouts)):
-            logprobs, _ = self._logprobs(self.model, packed, gradients=False)
+            logprobs = self._logprobs(self.model, packed)
             for index, part in zip(packed.rollouts, _by_sequence(packed, logprobs), strict=True):
                 result[index] = part
         return result
@@ -87,7 +91,10 @@ class Trainer:
         include = [not (algorithm.mask_truncated and r.completion.finish_reason == "length") for r in rollouts]
         lengths = [len(r.completion.token_ids) for r in rollouts]
         weights = token_weights(algorithm.loss, lengths, include, self.objective.max_tokens)
-        total = Accumulated(LossStats(), Mismatch(), None, 0.0, 0)
+        total = Accumulated(LossStats(), Mismatch(), None, 0.0, 0, 0.0)
+        for leaf in self.model.leaves.values():
+            if leaf.grad is None:
+                leaf.grad = torch.zeros(leaf.shape, dtype=self.model.ops.gradient_dtype, device=self.model.device)
         for packed in self._microbatches(rollouts, weights):
             self._accumulate_packed(packed, old_logprobs, total)
         total.entropy /= max(1, sum(lengths))
@@ -104,10 +111,9 @@ class Trainer:
         return {"grad_norm": norm, "lr": lr, "optimizer/skipped": float(self.optimizer.skipped - skipped)}
 
     def discard(self) -> None:
-        """Forget the accumulated gradients."""
+        """Forget the accumulated gradients, and free their memory."""
         for leaf in self.model.leaves.values():
-            if leaf.grad is not None:
-                leaf.grad.zero_()
+            leaf.grad = None
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: leaf.grad for name, leaf in self.model.leaves.items() if leaf.grad is not None}
@@ -117,39 +123,49 @@ class Trainer:
         batches = (build(rollouts, indices, weights) for indices in split)
         return [packed for packed in batches if packed.rollouts]
 
-    def _logprobs(self, model: Transformer, packed: Packed, gradients: bool) -> tuple[Tensor, Tensor]:
-        with torch.set_grad_enabled(gradients):
-            lengths = packed.cu_seqlens.diff().tolist()
-            hidden = model.forward(packed.token_ids, model.packed(lengths))
-            rows = hidden[packed.rows.to(model.device)]
-            logprobs, entropy = model.chosen_logprobs(rows, packed.targets, self.objective.temperature)
-            return logprobs.cpu(), entropy.cpu()  # the loss is a few numbers a token; there it is the same on every device
+    def _hidden(self, model: Transformer, packed: Packed) -> Tensor:
+        """Final hidden states of the rows that predict completion tokens."""
+        context = model.packed(packed.cu_seqlens.diff().tolist())
+        hidden = model.forward(packed.token_ids, context, recompute=self.objective.recompute_layers)
+        return hidden[packed.rows.to(model.device)]
+
+    def _logprobs(self, model: Transformer, packed: Packed) -> Tensor:
+        """Log-probabilities of completion tokens, on the CPU, by a forward without gradients."""
+        with torch.no_grad():
+            hidden = self._hidden(model, packed)
+            return model.chosen_logprobs(hidden, packed.targets, self.objective.temperature)[0].cpu()
 
     def _accumulate_packed(self, packed: Packed, old: Sequence[Tensor] | None, total: Accumulated) -> None:
         algorithm = self.objective.algorithm
-        logprobs, entropy = self._logprobs(self.model, packed, gradients=True)
-        self._measure(packed, logprobs.detach(), total)
-        behavior, importance = packed.behavior_logprobs, None
-        if old is not None:
-            behavior = torch.cat([old[index] for index in packed.rollouts])
-            if algorithm.importance_cap is not None:
-                importance = truncated_importance(behavior, packed.behavior_logprobs, algorithm.importance_cap)
-        reference = self._logprobs(self.reference, packed, gradients=False)[0] if self.reference else None
-        loss, stats = policy_loss(
-            logprobs,
-            behavior,
-            packed.advantages,
-            packed.weights,
-            algorithm.clip_low,
-            algorithm.clip_high,
-            importance,
-            reference,
-            algorithm.kl_coef,
+        clips = algorithm.clip_low, algorithm.clip_high
+        tokens = self._token_inputs(packed, old)
+        there = tokens.to(self.model.device)
+        hidden = self._hidden(self.model, packed)
+        logprobs, entropy, gradient = self.model.chosen_logprobs_with_grad(
+            lambda logprobs, part: policy_slope(logprobs, there.part(part), *clips, algorithm.kl_coef),
+            hidden,
+            packed.targets,
+            self.objective.temperature,
         )
-        loss.backward()
-        total.loss = total.loss + stats
+        fetched = _Fetched.start(logprobs, entropy)
+        hidden.backward(gradient)
+        logprobs, entropy = fetched.wait()  # what follows runs while the device is busy with the backward
+        arguments = tokens.behavior, tokens.advantages, tokens.weights, *clips, tokens.importance, tokens.reference
+        total.loss = total.loss + policy_loss(logprobs, *arguments, algorithm.kl_coef)[1]
+        self._measure(packed, logprobs, total)
         total.entropy += float(entropy.sum())
         total.tokens += len(packed.token_ids)
+        total.flops += training_flops(self.model.config, packed.cu_seqlens.diff().tolist(), len(packed.targets))
+
+    def _token_inputs(self, packed: Packed, old: Sequence[Tensor] | None) -> TokenInputs:
+        """`old`, if given, is the behaviour policy, and the rollout's log-probabilities correct for what sampled."""
+        behavior, importance, cap = packed.behavior_logprobs, None, self.objective.algorithm.importance_cap
+        if old is not None:
+            behavior = torch.cat([old[index] for index in packed.rollouts])
+            if cap is not None:
+                importance = truncated_importance(behavior, packed.behavior_logprobs, cap)
+        reference = self._logprobs(self.reference, packed) if self.reference else None
+        return TokenInputs(behavior, packed.advantages, packed.weights, importance, reference)
 
     def _measure(self, packed: Packed, logprobs: Tensor, total: Accumulated) -> None:
         """Compare with the rollout's log-probabilities, on all tokens that this policy version sampled."""
@@ -166,3 +182,25 @@ class Trainer:
 def _by_sequence(packed: Packed, values: Tensor) -> list[Tensor]:
     counts = torch.bincount(packed.sequence, minlength=len(packed.rollouts))
     return list(values.split(counts.tolist()))
+
+
+@dataclass(slots=True, frozen=True)
+class _Fetched:
+    """Tensors on their way to the CPU, behind nothing but what was asked of the device before."""
+
+    tensors: tuple[Tensor, ...]
+    there: torch.cuda.Event | None
+
+    @staticmethod
+    def start(*tensors: Tensor) -> _Fetched:
+        moved = tuple(x.to("cpu", non_blocking=True) for x in tensors)
+        if tensors[0].device.type == "cpu":
+            return _Fetched(moved, None)
+        there = torch.cuda.Event()
+        there.record()
+        return _Fetched(moved, there)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self.there is not None:
+            self.there.synchronize()
+        return self.tensors

@@ -70,11 +70,13 @@ def test_completions_of_four_thousand_tokens() -> None:
         assert torch.equal(mine.detach().cpu(), torch.tensor(seen))
 
 
-def gradients(model: Transformer, sequences: list[list[int]], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(
+    model: Transformer, sequences: list[list[int]], targets: Tensor, recompute: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
     for leaf in model.leaves.values():
         leaf.grad = torch.zeros(leaf.shape, dtype=model.ops.gradient_dtype, device=model.device)
     tokens = torch.tensor([t for s in sequences for t in s])
-    hidden = model.forward(tokens, model.packed([len(s) for s in sequences]))
+    hidden = model.forward(tokens, model.packed([len(s) for s in sequences]), recompute=recompute)
     logprobs, _ = model.chosen_logprobs(hidden, targets, 0.8)
     weights = torch.linspace(-1, 1, len(tokens))
     (logprobs.cpu() * weights).sum().backward()
@@ -119,6 +121,40 @@ def test_two_runs_make_the_same_gradients(flow: str) -> None:
     second = gradients(model, sequences, targets)
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+@pytest.mark.parametrize(("flow", "kv_fp8"), [("fp8", False), ("bf16", False), ("fp8", True)])
+def test_layers_computed_anew_change_no_bit_and_keep_next_to_nothing(flow: str, kv_fp8: bool) -> None:
+    sizes = dict(SHAPES["qwen3-8b"])
+    model = model_of(sizes.pop("family"), flow, "cuda", kv_fp8=kv_fp8, **sizes)
+    sequences, targets = sequences_of([700, 333, 1, 128])
+    expected = gradients(model, sequences, targets)
+    kept = []
+    for recompute in (0, 1, 2):
+        logprobs, found = gradients(model, sequences, targets, recompute)
+        assert torch.equal(logprobs, expected[0])
+        assert all(torch.equal(found[name], expected[1][name]) for name in found), recompute
+        before = torch.cuda.memory_allocated()
+        graph = model.forward(torch.tensor(sequences[0]), model.packed([700]), recompute=recompute)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del graph
+    assert kept[0] - kept[1] == pytest.approx(kept[1] - kept[2], rel=0.1) and kept[2] < 0.3 * kept[0], kept
+
+
+@pytest.mark.parametrize("flow", ["fp8", "bf16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_fp32_masters_publish_the_bytes_of_their_bf16_values(family: str, flow: str) -> None:
+    from tests.tiny_models import random_weights
+
+    rounded, exact = (model_of(family, flow, "cuda", **SMALL) for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    masters = {
+        name: w.float() * (1 + 0.01 * torch.randn(w.shape, generator=generator))
+        for name, w in random_weights(rounded.config, 2).items()
+    }
+    rounded.load({name: m.bfloat16() for name, m in masters.items()})
+    exact.load(masters)
+    assert rounded.checksum() == exact.checksum()
 
 
 def test_a_publish_overwrites_in_place() -> None:

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl.kernels.logprob import Slope
 from jetrl.kernels.memory import row_chunks
 
 Gemm = Callable[[Tensor, Tensor], Tensor]  # (hidden BF16 [R, H], head BF16 [V, H]) -> float32 [R, V], contiguous
@@ -396,38 +397,35 @@ def chosen_logprobs_of_hidden(
     return logprobs, entropy
 
 
-def chosen_logprobs_grad(
-    dlogprobs: Tensor,
+def chosen_logprobs_with_grad(
+    slope: Slope,
     hidden: Tensor,
     head: Tensor,
     tokens: Tensor,
     temperature: float,
     gemm: Gemm,
     accumulator: Tensor | None,
-) -> Tensor:
-    """Gradient of `chosen_logprobs_of_hidden` towards hidden, BF16 [R, H]; the head's is added to accumulator, float32 [V, H].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`chosen_logprobs_of_hidden`, and the gradient towards hidden of a loss whose derivative by the log-probabilities `slope`
+    gives, BF16 [R, H]; the head's is added to accumulator, float32 [V, H].
 
-    Logits are computed anew, chunk by chunk; their gradient is BF16. Both products accumulate in FP32. The same bits each time,
-    as cuBLAS promises for one stream; unlike the forward's, a row's bits may depend on the other rows.
+    Chunk by chunk: logits, log-probabilities, slope, the logits' gradient in BF16, both products, which accumulate in FP32. The
+    same bits each time, as cuBLAS promises for one stream; unlike the forward's, a row's bits may depend on the other rows.
     """
+    logprobs, entropy = (torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device) for _ in range(2))
     dhidden = torch.empty_like(hidden)
     for part in row_slices(hidden.shape[0]):
-        dlogits = _logits_grad_of_hidden(dlogprobs[part], hidden[part], head, tokens[part], temperature, gemm)
+        logits = gemm(hidden[part], head)
+        logprobs[part], statistics = chosen_logprobs(logits, tokens[part], temperature)
+        entropy[part] = statistics.entropy
+        dlogits = logits_grad(logits, tokens[part], slope(logprobs[part], part), statistics, temperature)
+        del logits  # before the products
         # FP32 out and a rounding here: with BF16 out cuBLAS may add the parts of a split sum over the vocabulary in BF16.
         dhidden[part] = _wide_product(dlogits, head)
         if accumulator is not None:
             add_product(accumulator, dlogits.t(), hidden[part])
         del dlogits  # before the next chunk's logits
-    return dhidden
-
-
-def _logits_grad_of_hidden(
-    dlogprobs: Tensor, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float, gemm: Gemm
-) -> Tensor:
-    """`logits_grad` of one chunk. A function of its own, so that the logits are freed before the products."""
-    logits = gemm(hidden, head)
-    _, statistics = chosen_logprobs(logits, tokens, temperature)
-    return logits_grad(logits, tokens, dlogprobs, statistics, temperature)
+    return logprobs, entropy, dhidden
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from jetrl.kernels.attention import LaneSequences, Sequences
 from jetrl.kernels.hopper import arena, attention, attention_fp8, flash, gemm, grad_weight, lanes, logprob, norm, quant
 from jetrl.kernels.hopper import heads as split
 from jetrl.kernels.lanes import DecodeInputs, Lanes
+from jetrl.kernels.logprob import Slope
 from jetrl.kernels.ops import Activation, Heads, HeadWeights, Operand, Spec, Target
 from jetrl.kernels.quant import Quantized, TokenGroups
 
@@ -80,7 +81,7 @@ class HopperOps:
     def weight(self, w: Tensor, parts: tuple[int, ...], fp8: bool, previous: Any) -> Fp8Weight | Bf16Weight:
         if not fp8:
             if previous is None:
-                return Bf16Weight(w.clone())
+                return Bf16Weight(w.to(torch.bfloat16, copy=True))
             previous.value.copy_(w)
             return previous
         if previous is None:
@@ -200,16 +201,17 @@ class HopperOps:
     def chosen_logprobs(self, hidden: Tensor, head: Bf16Weight, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return logprob.chosen_logprobs_of_hidden(hidden, head.value, tokens, temperature, gemm.head_logits)
 
-    def chosen_logprobs_grad(
+    def chosen_logprobs_with_grad(
         self,
-        dlogprobs: Tensor,
+        slope: Slope,
         hidden: Tensor,
         head: Bf16Weight,
         tokens: Tensor,
         temperature: float,
         accumulator: Tensor | None,
-    ) -> Tensor:
-        return logprob.chosen_logprobs_grad(dlogprobs, hidden, head.value, tokens, temperature, gemm.head_logits, accumulator)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        arguments = hidden, head.value, tokens, temperature, gemm.head_logits, accumulator
+        return logprob.chosen_logprobs_with_grad(slope, *arguments)
 
     def next_tokens(
         self, hidden: Tensor, head: Bf16Weight, uniforms: Tensor, forced: Tensor, temperature: float
