@@ -240,27 +240,41 @@ def outcome(job: Job) -> str:
     return f"{job.folder.name:32} {text}" + (f": {lines[-1][:160]}" if job.process.returncode not in (0, 130) and lines else "")
 
 
-def pack(jobs: list[Job], out: Path) -> None:
-    """One archive of the folders of all runs that were started."""
+def pack(jobs: list[Job], machine: Path, out: Path) -> None:
+    """One archive of the folders of all runs that were started, and of the file about the machine."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(out, "w:gz") as archive:
         for job in jobs:
             for name in ("config.yaml", METRICS, SAMPLES, "log.txt"):
                 if (job.folder / name).is_file():
                     archive.add(job.folder / name, f"{job.folder.name}/{name}")
+        archive.add(machine, f"{out.name.split('.')[0]}-machine.json")
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+
+
+def gpu_name() -> str | None:
+    """The first GPU by name, asked without a CUDA context in this process."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return lines[0] if lines else None
 
 
 def run(options: argparse.Namespace) -> None:
     write_data(Path("data"))
     jobs = plan(options.tasks, options.seeds, options.folder, options.set, options.variants)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    machine = options.folder / "machine.json"
+    shared = {"gpu": gpu_name(), "gpus": options.gpus, "runs_at_once_on_a_gpu": options.at_once}
+    machine.write_text(json.dumps(facts(1) | shared), encoding="utf-8")
     try:
         run_all(jobs, options.gpus, options.at_once, options.seconds, options.stagger)
     finally:
         for job in jobs:
             if job.process is not None and job.process.poll() is None:
                 job.process.kill()
-        pack(jobs, options.out)
+        pack(jobs, machine, options.out)
     print("\n".join(outcome(job) for job in jobs))
 
 
@@ -369,7 +383,7 @@ def table(results: list[Result], task: str) -> str:
 
 
 def collect(options: argparse.Namespace) -> None:
-    results = []
+    results: list[Result] = []
     for folder in unpacked(options.sources, options.folder):
         try:
             results.append(result(folder))
@@ -381,15 +395,17 @@ def collect(options: argparse.Namespace) -> None:
         print(table(results, task) + "\n")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"machine": facts(1), "runs": [_rounded(r.figures) for r in results]}, separators=(",", ":"))
+        machines = [json.loads(file.read_text()) for file in sorted(options.folder.glob("*machine.json"))]
+        text = json.dumps({"machines": machines, "runs": [_rounded(r.figures) for r in results]}, separators=(",", ":"))
         options.json.write_text(text.replace('{"run":', '\n{"run":') + "\n", encoding="utf-8")
     if options.figures:
         for task in tasks:
             page = options.folder / f"study_{task}.html"
             rows = draw(results, task, page)
-            photograph(page, options.figures / f"study_{task}.png", 1040, 150 + 300 * rows, options.browser)
+            photograph(page, options.figures / f"study_{task}.png", 1040, 50 + 292 * rows, options.browser)
     if options.report:
-        page = write_report([r.folder for r in results if r.task == options.report], options.folder / "study_report.html")
+        folders = [r.folder for runs in groups(results, options.report).values() for r in runs]
+        page = write_report(folders, options.folder / "study_report.html")
         photograph(page, options.figures / "study_report.png", 1200, options.report_height, options.browser, scale=1.0)
 
 
@@ -409,7 +425,7 @@ PANELS = [
     ("Reward in training", "mean of five steps", "reward", False),
     ("Largest log-probability difference of a step", "rollout against trainer, on the same tokens", "logprob_diff_max", True),
     ("Mismatch KL", "estimated from the same tokens", "mismatch_kl", True),
-    ("Gradient norm", "before clipping", "grad_norm", True),
+    ("Gradient norm", "before clipping", "grad_norm", False),
     ("Tokens a completion", "mean of a step", "length", False),
 ]
 
@@ -430,7 +446,7 @@ def draw(results: list[Result], task: str, page: Path) -> int:
         charts += f'<figure><figcaption>{title}</figcaption><p class="note">{note or "&nbsp;"}</p>{chart}</figure>'
     look = (
         "<style>main{max-width:1040px;padding:14px 18px} header{display:none} .grid{grid-template-columns:1fr 1fr}"
-        ".chips{display:flex;flex-wrap:wrap;gap:4px 22px;margin-bottom:12px;font-size:15px} .tick{font-size:13px}</style>"
+        ".chips{display:flex;flex-wrap:wrap;gap:4px 22px;margin-bottom:12px;font-size:15px} .tick{font-size:12px}</style>"
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     body = f'{look}<div class="chips">{chips}</div><div class="grid">{charts}</div>'

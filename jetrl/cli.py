@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -374,6 +375,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     keep_freed_memory()
+    if (
+        "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    ):  # rollout and training take turns in the same memory: nothing may lie between
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         app()
     except (ValueError, OSError, MismatchError) as error:

@@ -31,7 +31,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.setattr(modules["operators"], "keep_freed_memory", lambda: True)
     yield modules  # type: ignore[misc]
     torch.set_num_threads(threads)
-    for name in names:
+    for name in (*names, "compare", "study"):
         sys.modules.pop(name, None)
 
 
@@ -131,3 +131,78 @@ def test_compare_sums_up_runs_by_flow(
     assert lines[3] == "| `fp8_rollout` | 0.300 | 0.500 | 0.500 | 0.5 | 0.25 | 0.12 | 100% | 100 | 50 |"
     runs = json.loads(out.read_text())["runs"]
     assert [(r["flow"], r["seed"], r["held_out"][-1]) for r in runs][1] == ("fp8", 1, [1, 0.95])
+
+
+@pytest.fixture
+def study(benchmarks: dict[str, ModuleType]) -> ModuleType:
+    return __import__("study")
+
+
+def test_study_data_is_right_distinct_and_has_short_examples(study: ModuleType, tmp_path: Path) -> None:
+    from jetrl.config import TaskConfig
+    from jetrl.tasks import load_task
+
+    study.write_data(tmp_path)
+    for name, longest in (("sums", 5), ("long", 64)):
+        train, held_out = (tmp_path / f"{name}-{split}.jsonl" for split in ("train", "test"))
+        task = load_task(
+            TaskConfig(name="math", data=str(train), eval_data=str(held_out), template="chat", shots=study.SHOTS), seed=0
+        )
+        terms = [1 + p.question.count("+") for p in task.train]
+        assert min(terms) == 2 and max(terms) == longest and not task.dropped
+        assert all(3 <= 1 + p.question.count("+") <= 5 for p in task.examples)
+        for problem in [*task.train[:50], *task.held_out[:50]]:
+            assert int(problem.answer) == sum(map(int, problem.question.split(" + ")))
+            steps = problem.metadata["solution"].splitlines()[:-1]
+            assert all(int(line.split(" = ")[1]) == sum(map(int, line.split(" = ")[0].split(" + "))) for line in steps)
+        task.close()
+
+
+def test_study_runs_go_on_past_a_failure_and_stop_at_the_deadline(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for jetrl: one fails, one ends, one goes on until its SIGINT, and one has no time left to start."""
+    waits = "import signal, sys, time; signal.signal(2, lambda *_: sys.exit(130)); print('up', flush=True); time.sleep(60)"
+    scripts = ["raise SystemExit('no such model')", "print('done')", waits, waits]
+    monkeypatch.setattr(study.Job, "command", lambda job: [sys.executable, "-c", scripts[job.seed]])
+    monkeypatch.setattr(study, "STARTS", 2.0)
+    jobs = study.plan(["stress"], [0, 1, 2, 3], tmp_path, ["sums:steps=7", "stress:steps=9", "model=demo"], ["fp8"])
+    assert [job.overrides for job in jobs] == [["steps=9", "model=demo"]] * 4
+    study.run_all(jobs, gpus=0, at_once=1, seconds=4.0, stagger=0.0)
+    assert [job.process and job.process.returncode for job in jobs] == [1, 0, 130, None]
+    assert "no such model" in study.outcome(jobs[0]) and "not started" in study.outcome(jobs[3])
+
+
+def test_study_collects_runs_of_an_archive(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [("sums", "fp8", 0, 0.4, 0.0), ("sums", "fp8", 1, 0.6, 0.0), ("sums", "fp8_rollout", 0, 0.3, None)]
+    made += [("moments", "moments_fp8", 0, 0.5, 0.0)]
+    jobs = study.plan(["sums", "moments"], [0, 1], tmp_path / "runs", [], ["fp8", "fp8_rollout", "moments_fp8"])
+    for task, variant, seed, after, diff in made:
+        job = next(j for j in jobs if (j.task, j.variant, j.seed) == (task, variant, seed))
+        config = parse_config({"flow": "fp8_rollout" if variant == "fp8_rollout" else "fp8", "seed": seed, "loggers": []})
+        with RunFolder(job.folder, config) as run:
+            run.evaluation(0, {"eval/avg@k": 0.25, "eval/k": 1, "eval/length": 3.0})
+            for step in (1, 2):
+                values = {"reward/mean": 0.5, "logprob_diff/max": diff, "logprob_diff/mean": 0.0, "mismatch_kl": 0.0}
+                run.train(step, values | {"token_diff/share": 0.0, "grad_norm": 2.0, "length/mean": 7.0})
+            run.evaluation(2, {"eval/avg@k": after, "eval/k": 1, "eval/length": 3.0})
+            run.samples([{"step": 1, "completion": "a"}, {"step": 1, "completion": "b"}, {"step": 2, "completion": "c"}])
+        (job.folder / "checkpoints").mkdir()
+        study.tidy(job.folder)
+        assert not (job.folder / "checkpoints").exists() and len((job.folder / "samples.jsonl").read_text().splitlines()) == 2
+    machine = tmp_path / "m.json"
+    machine.write_text('{"gpu": "none"}')
+    study.pack(jobs, machine, tmp_path / "part.tar.gz")
+    out = ["--folder", str(tmp_path / "out"), "--json", str(tmp_path / "r.json"), "--figures", str(tmp_path / "img")]
+    study.main(["collect", str(tmp_path / "part.tar.gz"), *out, "--report", "sums", "--browser", "no-such-browser"])
+    seen = capsys.readouterr()
+    assert "| `fp8` | 2 | 0.250 ± 0.000 | 0.500 ± 0.141 | 0.500 ± 0.141 | 0.500 | 0 | 0 | 0 | 2 | 7 |" in seen.out
+    assert "| `fp8_rollout` | 1 | 0.250 | 0.300 | 0.300 | 0.500 | nan, not finite in 2 steps |" in seen.out
+    assert "| FP32 moments, FP32 masters | 2 |" in seen.out and "| FP8 moments, FP32 masters | 1 |" in seen.out
+    assert "no Chromium" in seen.err and 'class="plot"' in (tmp_path / "out" / "study_sums.html").read_text()
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["machines"] == [{"gpu": "none"}] and len(written["runs"]) == 4
+    curves = {r["run"]: r["curves"] for r in written["runs"]}
+    assert curves["sums-fp8_rollout-0"]["logprob_diff_max"] == [[1, None], [2, None]]

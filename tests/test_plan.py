@@ -220,6 +220,19 @@ def test_the_meter_stands_beside_the_plan(model: ModelConfig) -> None:
     assert seen["memory/planned_gb"] == meter.plan.peak_gb
 
 
+def test_a_gpus_peak_is_that_of_its_tensors_and_of_all_else_there(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "mem_get_info": (60_000_000_000, 150_000_000_000),  # free, all: with the KV cache and CUDA's own
+        "memory_reserved": 50_000_000_000,
+        "max_memory_allocated": 45_000_000_000,
+        "reset_peak_memory_stats": None,
+    }.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, value=value: value)
+    meter = Meter(planned(eight())[1], torch.device("cuda", 1))
+    meter.measure("rollout")
+    assert meter.metrics()["memory/rollout_gb"] == 85.0  # 40 outside torch, and 45 of its 50 at the most
+
+
 def test_layers_to_recompute_without_a_limit(model: ModelConfig) -> None:
     assert layers_to_recompute(config(), model, 60, 8, CPU) == 0
     assert layers_to_recompute(config(optimizer={"recompute_layers": 2}), model, 60, 8, CPU) == 2

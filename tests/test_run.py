@@ -14,7 +14,7 @@ import torch
 from jetrl.config import load_config
 from jetrl.loop import MismatchError
 from jetrl.report.read import read_run, summarize
-from jetrl.run import peak_memory_gb, run_training, setup
+from jetrl.run import run_training, setup
 from tests.tiny_runs import own_task, rows, tiny_config, tiny_model
 
 
@@ -136,7 +136,6 @@ def test_a_failure_before_the_first_step_names_its_cause_and_leaves_the_folder_u
 
 def test_a_failure_in_the_middle_keeps_what_was_done(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's log-probabilities are moved by one unit in the last place from the third step on."""
-    import torch
     from torch import Tensor
 
     from jetrl.model.transformer import Transformer
@@ -173,12 +172,3 @@ def test_unknown_files_of_a_model(model: Path, tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
         setup(tiny_config(tmp_path / "m", tmp_path / "run"))
-
-
-def test_peak_memory_is_in_gigabytes() -> None:
-    assert 0.05 < peak_memory_gb(torch.device("cpu")) < 64
-
-
-def test_peak_memory_of_a_gpu_is_that_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: {1: 2_500_000_000}[device.index])
-    assert peak_memory_gb(torch.device("cuda", 1)) == 2.5

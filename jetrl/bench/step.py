@@ -19,7 +19,7 @@ was allocated.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -234,7 +234,7 @@ def bench(
         collect()
 
 
-def _weights(config: ModelConfig, folder: Path | None, device: torch.device) -> Mapping[str, Tensor]:
+def _weights(config: ModelConfig, folder: Path | None, device: torch.device) -> dict[str, Tensor]:
     return load_weights(folder, config) if folder else dict(random_weights(config, device, seed=0))
 
 

@@ -21,7 +21,7 @@ only the upper side is clamped, since the lower side is linear and its pull towa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal
 
@@ -145,13 +145,14 @@ class TokenInputs:
     reference: Tensor | None = None
 
     def to(self, device: torch.device) -> TokenInputs:
-        return TokenInputs(*(x if x is None else x.to(device) for x in self._fields()))
+        return self._each(lambda x: x.to(device))
 
     def part(self, part: slice) -> TokenInputs:
-        return TokenInputs(*(x if x is None else x[part] for x in self._fields()))
+        return self._each(lambda x: x[part])
 
-    def _fields(self) -> tuple[Tensor | None, ...]:
-        return self.behavior, self.advantages, self.weights, self.importance, self.reference
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenInputs:
+        optional = (None if x is None else change(x) for x in (self.importance, self.reference))
+        return TokenInputs(change(self.behavior), change(self.advantages), change(self.weights), *optional)
 
 
 @dataclass(slots=True, frozen=True)

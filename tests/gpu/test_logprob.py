@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetrl.rl.loss import TokenInputs, policy_slope
+
 pytestmark = pytest.mark.gpu
 
 # Tiny, one tile to the element, rows that do not start at multiples of 16 bytes, and three real ones.
@@ -277,12 +279,16 @@ def test_gradient_of_the_embedding(width: int) -> None:
 def test_nothing_waits_for_the_device() -> None:
     hidden, head, tokens, dlogprobs = exact_case(1100)
     accumulator, u = torch.zeros(5000, 64, device="cuda"), uniforms(1100)
-    logits = product(hidden, head)
+    logits, noted = product(hidden, head), TokenInputs(-u.float(), dlogprobs, torch.rand_like(u))
+
+    def slope(logprobs: Tensor, part: slice) -> Tensor:
+        return policy_slope(logprobs, noted.part(part), 0.2, 0.28)
+
     calls: list[Callable[[], object]] = [
         lambda: kernels().sample(logits, u, 0.7, tokens),
         lambda: kernels().greedy(logits),
         lambda: kernels().chosen_logprobs_of_hidden(hidden, head, tokens, 0.7, product),
-        lambda: gradient(dlogprobs, hidden, head, tokens, 0.7, product, accumulator),
+        lambda: kernels().chosen_logprobs_with_grad(slope, hidden, head, tokens, 0.7, product, accumulator),
         lambda: kernels().embedding_grad(accumulator, tokens, hidden),
     ]
     for call in calls:

@@ -25,7 +25,8 @@ def optimizer_of(moments: Any, masters: Any, device: str = "cuda") -> Optimizer:
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (96, 128), "b": (17, 300), "c": (64,)}
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[masters]
-    values = {n: torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for n, shape in shapes.items()}
+    start = {n: torch.randn(shape, generator=generator).bfloat16() for n, shape in shapes.items()}
+    values = {n: w.to(device, dtype, copy=True).requires_grad_() for n, w in start.items()}
     return Optimizer(values, OptimizerConfig(moments=moments, masters=masters, weight_decay=0.1), seed=7)
 
 
