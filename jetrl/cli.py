@@ -375,9 +375,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     keep_freed_memory()
-    if (
-        "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-    ):  # rollout and training take turns in the same memory: nothing may lie between
+    # Rollout and training take turns in the same memory, in pieces of other sizes.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         app()

@@ -30,7 +30,8 @@ def row(**seconds: float) -> dict[str, Any]:
     times = {f"time/{phase}": value for phase, value in seconds.items()}
     memory = {f"memory/{phase}{end}_gb": 100.0 for phase in ("rollout", "training") for end in ("", "_planned")}
     rates = {"throughput/rollout": 1000 / seconds["rollout"], "throughput/train": 1500 / training}
-    work = {"throughput/train_tflops": 494.5, "logprob_diff/max": 0.0, "length/max": 1024.0}
+    memory |= {"memory/peak_gb": 100.0, "memory/planned_gb": 102.0}
+    work = {"throughput/train_tflops": 494.5, "logprob_diff/max": 0.0, "length/max": 1024.0, "token_diff/tokens": 1000.0}
     return times | rates | memory | work
 
 
@@ -41,7 +42,7 @@ def measured(flow: str, **seconds: float) -> Measured:
 def test_ratios_are_those_of_the_phases() -> None:
     fp8 = measured("fp8", rollout=10.0, train=8.0, publish=0.5, grade=0.5)
     bf16 = measured("bf16", rollout=13.0, train=12.0, publish=0.5, grade=0.5, old_logprobs=3.0)
-    speeds, phases = step.tables(QWEN, [fp8, bf16], CEILINGS, judged=True)
+    speeds, phases, memory = step.tables(QWEN, [fp8, bf16], CEILINGS, judged=True)
     found = {r.case: r for r in speeds.rows}
     assert found["1k, rollout"].ratio == pytest.approx(1.3) and found["1k, rollout"].target is None
     assert found["1k, training"].ratio == pytest.approx(12.5 / 8.5)
@@ -52,6 +53,8 @@ def test_ratios_are_those_of_the_phases() -> None:
     late = step.tables(QWEN, [fp8, measured("bf16", rollout=10.0, train=10.0, publish=0.5, grade=0.5)], CEILINGS, judged=True)
     assert [r.target.met for r in late[0].rows if r.target] == [False, False, False]
     assert phases.rows[0].extra["MFU"] == "50.0%" and phases.rows[1].extra["old_logprobs, s"] == "3.00"
+    assert memory.rows[0].ratio == pytest.approx(1.02) and memory.rows[0].extra["logprob_diff/max"] == "0.0"
+    assert memory.rows[0].extra["tokens compared"] == "2,000"
     alone = step.tables(QWEN, [fp8], CEILINGS, judged=True)[0].rows
     assert len(alone) == 3 and all(r.ratio is None and r.target is None for r in alone)
 

@@ -223,7 +223,7 @@ def test_the_slope_of_any_part_is_the_gradient_of_the_whole(kl_coef, corrected):
     importance = torch.rand(37) * 2 if corrected else None
     loss, _ = policy_loss(trainer, behavior, advantages, weights, 0.2, 0.28, importance, reference, kl_coef)
     loss.backward()
-    tokens = TokenInputs(behavior, advantages, weights, importance, reference).to(trainer.device)
+    tokens = TokenInputs(behavior, advantages, weights, importance, reference)
     with torch.no_grad():  # as the trainer asks for it
         for part in (slice(0, 37), slice(0, 10), slice(10, 11), slice(11, 37)):
             slope = policy_slope(trainer[part], tokens.part(part), 0.2, 0.28, kl_coef)

@@ -271,16 +271,24 @@ def speed_rows(config: ModelConfig, fp8: Measured, bf16: Measured | None, ceilin
 
 
 def phase_row(m: Measured, ceilings: Ceilings) -> Row:
-    """Where a step's time goes, memory beside its plan, and the mismatch."""
+    """Where a step's time goes."""
     extra: dict[str, float | str] = {f"{phase}, s": f"{m.seconds(phase):.2f}" for phase in PHASES}
     extra["MFU"] = f"{m.mean('throughput/train_tflops') * 1e12 / ceilings.bf16_nominal:.1%}"
-    for phase in ("rollout", "training"):
-        extra[f"{phase}, GB of planned"] = f"{m.most(f'memory/{phase}_gb'):.1f} of {m.most(f'memory/{phase}_planned_gb'):.1f}"
-    extra["logprob_diff/max"] = f"{m.most('logprob_diff/max'):g}"
+    extra["tokens, completed"] = f"{m.completed:,.0f}"
+    extra["tokens, longest"] = f"{m.most('length/max'):,.0f}"
     extra["steps"] = f"{len(m.rows)}"
-    extra["tokens"] = m.completed
-    extra["longest"] = f"{m.most('length/max'):,.0f}"
     return Row(f"{m.case.name}, {m.flow}", 1e6 * (m.step + m.seconds("old_logprobs")), extra=extra)
+
+
+def memory_row(m: Measured) -> Row:
+    """The larger peak beside its plan, GB; both phases, and the mismatch."""
+    extra: dict[str, float | str] = {}
+    for phase in ("rollout", "training"):
+        extra[f"{phase}, measured"] = m.most(f"memory/{phase}_gb")
+        extra[f"{phase}, planned"] = m.most(f"memory/{phase}_planned_gb")
+    extra["tokens compared"] = f"{sum(row['token_diff/tokens'] for row in m.rows):,.0f}"
+    extra["logprob_diff/max"] = f"{m.most('logprob_diff/max')}"
+    return Row(f"{m.case.name}, {m.flow}", m.most("memory/peak_gb"), m.most("memory/planned_gb"), extra=extra)
 
 
 def tables(config: ModelConfig, measured: Iterable[Measured], ceilings: Ceilings, judged: bool) -> list[Table]:
@@ -297,4 +305,5 @@ def tables(config: ModelConfig, measured: Iterable[Measured], ceilings: Ceilings
     return [
         Table(f"step: tokens/s. prompts x group x (prompt, completion): {sizes}", speeds, "FP8", "exact BF16"),
         Table("step: the mean step, and where its time goes", phases, "step"),
+        Table("step: peak memory, GB, and the mismatch", [memory_row(m) for m in found.values()], "peak", "planned"),
     ]

@@ -33,8 +33,8 @@ _SMALLEST_KEYS, _SMALLEST_QUERIES = 64, 16  # buckets below these sizes would co
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, by a copy that nobody waits for."""
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """A CPU tensor on the device, by a copy that nobody waits for; one that is there already as it is."""
+    return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Context(Protocol):
@@ -107,7 +107,10 @@ class PackedContext:
             layout = build_layout(lengths, lengths, lambda sequences, position: starts[sequences].unsqueeze(1) + position)
         else:
             layout = Sequences(lengths, lengths, starts.tolist(), None, 0, torch.device(device))
-        context = PackedContext(positions.to(device), layout, token_groups(lengths, device))
+        there = torch.device(device)
+        groups = token_groups(lengths, "cpu")
+        groups = TokenGroups(send(groups.starts, there), send(groups.sizes, there), groups.count)
+        context = PackedContext(send(positions, there), layout, groups)
         if isinstance(layout, Layout) and kv_fp8:
             context.slots, context.blocks = torch.arange(len(positions)), (1, len(positions))
         elif isinstance(layout, Sequences) and kv_fp8:

@@ -27,7 +27,7 @@ from jetrl.kernels.select import ops_for
 from jetrl.model import layer as layers
 from jetrl.model.checkpoint import load_weights, parameter_shapes
 from jetrl.model.config import ModelConfig, RopeScaling, linear_names
-from jetrl.model.context import FP8_BLOCK, Context, PackedContext
+from jetrl.model.context import FP8_BLOCK, Context, PackedContext, send
 from jetrl.model.layer import ChosenLogprobsFunction, EmbedFunction, Layer, LayerFunction, NormFunction, Recordable
 from jetrl.model.leaf import Kind, Leaf
 
@@ -157,7 +157,7 @@ class Transformer:
         The first `recompute` layers keep next to nothing for the backward, which computes them anew. They are its last ones:
         what the other layers kept is gone by then.
         """
-        tokens, record = tokens.to(self.device), _recorder(trace)
+        tokens, record = send(tokens, self.device), _recorder(trace)
         training = torch.is_grad_enabled()
         embed = self.leaves["embed"]
         x = EmbedFunction.apply(layers.anchor(), tokens, embed, self.ops) if training else embed.table()[tokens]
@@ -192,7 +192,7 @@ class Transformer:
         """Log-probabilities and entropy as of `chosen_logprobs`, and the gradient towards hidden, BF16 [R, H], of a loss whose
         derivative by the log-probabilities of some rows `slope` gives. The head's gradient goes into its leaf.
         """
-        arguments = hidden.detach(), self.head.value, tokens.to(self.device), temperature, self.head.grad
+        arguments = hidden.detach(), self.head.value, send(tokens, self.device), temperature, self.head.grad
         return self.ops.chosen_logprobs_with_grad(slope, *arguments)
 
     def next_tokens(self, hidden: Tensor, uniforms: Tensor, forced: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -144,13 +144,12 @@ class TokenInputs:
     importance: Tensor | None = None
     reference: Tensor | None = None
 
-    def to(self, device: torch.device) -> TokenInputs:
-        return self._each(lambda x: x.to(device))
-
     def part(self, part: slice) -> TokenInputs:
-        return self._each(lambda x: x[part])
+        """Those of some of the tokens."""
+        return self.each(lambda x: x[part])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenInputs:
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenInputs:
+        """Every tensor changed, moved to a device for instance."""
         optional = (None if x is None else change(x) for x in (self.importance, self.reference))
         return TokenInputs(change(self.behavior), change(self.advantages), change(self.weights), *optional)
 

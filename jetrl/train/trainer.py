@@ -22,6 +22,7 @@ from torch import Tensor
 
 from jetrl.config import AlgorithmConfig, OptimizerConfig
 from jetrl.model.config import training_flops
+from jetrl.model.context import send
 from jetrl.model.transformer import Transformer
 from jetrl.rl.loss import LossStats, TokenInputs, policy_loss, policy_slope, token_weights, truncated_importance
 from jetrl.rl.metrics import Mismatch, mismatch
@@ -127,7 +128,7 @@ class Trainer:
         """Final hidden states of the rows that predict completion tokens."""
         context = model.packed(packed.cu_seqlens.diff().tolist())
         hidden = model.forward(packed.token_ids, context, recompute=self.objective.recompute_layers)
-        return hidden[packed.rows.to(model.device)]
+        return hidden[send(packed.rows, model.device)]
 
     def _logprobs(self, model: Transformer, packed: Packed) -> Tensor:
         """Log-probabilities of completion tokens, on the CPU, by a forward without gradients."""
@@ -139,7 +140,7 @@ class Trainer:
         algorithm = self.objective.algorithm
         clips = algorithm.clip_low, algorithm.clip_high
         tokens = self._token_inputs(packed, old)
-        there = tokens.to(self.model.device)
+        there = tokens.each(lambda x: send(x, self.model.device))
         hidden = self._hidden(self.model, packed)
         logprobs, entropy, gradient = self.model.chosen_logprobs_with_grad(
             lambda logprobs, part: policy_slope(logprobs, there.part(part), *clips, algorithm.kl_coef),

@@ -110,6 +110,19 @@ def test_two_trainings_make_the_same_weights_recomputed_or_not(flow: str) -> Non
     assert sums[0] == sums[1] == sums[2]
 
 
+def test_training_waits_for_nothing_but_log_probabilities() -> None:
+    trainer = trainer_of("fp8", "fp8")
+    batch = rollouts(trainer)
+    trainer.accumulate(batch)  # compiles
+    trainer.discard()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.accumulate(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_gradients_take_memory_in_training_alone() -> None:
     trainer = trainer_of("fp8", "fp8")
     batch = rollouts(trainer)
