@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import jetrl
 from jetrl.model.checkpoint import parameter_shapes
 from jetrl.model.config import ModelConfig, linear_names
 
@@ -61,7 +62,8 @@ def facts(threads: int) -> dict[str, Any]:
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "load_before": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
-        | {n: metadata.version(n) for n in ("jetrl", "torch", "transformers")},
+        | {"jetrl": jetrl.__version__}
+        | {n: metadata.version(n) for n in ("torch", "transformers")},
     }
 
 

@@ -401,8 +401,8 @@ def collect(options: argparse.Namespace) -> None:
     if options.figures:
         for task in tasks:
             page = options.folder / f"study_{task}.html"
-            rows = draw(results, task, page)
-            photograph(page, options.figures / f"study_{task}.png", 1040, 50 + 292 * rows, options.browser)
+            height = draw(results, task, page)
+            photograph(page, options.figures / f"study_{task}.png", 1040, height, options.browser)
     if options.report:
         folders = [r.folder for runs in groups(results, options.report).values() for r in runs]
         page = write_report(folders, options.folder / "study_report.html")
@@ -431,7 +431,7 @@ PANELS = [
 
 
 def draw(results: list[Result], task: str, page: Path) -> int:
-    """Write the page with a task's charts: a thin line a run, a thick one for the mean. Returns the rows of panels."""
+    """Write the page with a task's charts: a thin line a run, a thick one for the mean. Returns the page's height, pixels."""
     found = groups(results, task)
     chips = "".join(f'<span><i class="dot" style="--c:var(--c{i})"></i>{escape(label)}</span>' for i, label in enumerate(found))
     charts = ""
@@ -451,7 +451,8 @@ def draw(results: list[Result], task: str, page: Path) -> int:
     page.parent.mkdir(parents=True, exist_ok=True)
     body = f'{look}<div class="chips">{chips}</div><div class="grid">{charts}</div>'
     page.write_text(Template(PAGE).substitute(title=task, about="", legend="", body=body), encoding="utf-8")
-    return math.ceil(len(panels) / 2)
+    legend = 1 + sum(len(label) + 6 for label in found) // 120  # lines
+    return 22 + 34 * legend + 292 * math.ceil(len(panels) / 2)
 
 
 def _line(run: Result, name: str) -> list[Point]:

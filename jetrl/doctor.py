@@ -25,6 +25,7 @@ _PACKAGES = [
     "flash-attn-4",
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
+    "torchao",
     "math-verify",
     "reasoning-gym",
     "gguf",

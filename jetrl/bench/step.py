@@ -66,7 +66,7 @@ class Case:
 
 
 CASES = {
-    c.name: c for c in (Case("1k", 16, 8, 256, 1024), Case("8k", 4, 8, 256, 8192), Case("tail", 8, 8, 256, 8192, mean=1024))
+    c.name: c for c in (Case("1k", 16, 8, 256, 1024), Case("8k", 4, 8, 256, 8192), Case("tail", 4, 8, 256, 8192, mean=1024))
 }
 FLOWS = {name: name for name in ("fp8", "bf16")}
 

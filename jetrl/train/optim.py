@@ -14,6 +14,7 @@ Given up: torchao's steps are compiled for each shape at first use, some seconds
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -149,6 +150,7 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, on_gpu: bool) 
 def _torchao() -> Any:
     """torchao's optimizers, without its compiled extensions: no optimizer uses them, and they fit few builds of torch."""
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # its import warns of what the line above asks for
     try:
         from torchao import optim
     except ImportError:

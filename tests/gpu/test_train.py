@@ -68,7 +68,7 @@ def test_a_step_is_the_cpus_within_the_rounding_of_what_is_kept(moments: str, ma
         for optimizer in (there, here):
             optimizer.step(gradients(step, optimizer.masters), 1e-3)
     for name, value in values(there).items():
-        limit = 1e-6 if masters == "fp32" else 2**-7
+        limit = 1e-6 if masters == "fp32" else 3 * 2**-7  # each step rounds to one of the two neighbours
         torch.testing.assert_close(
             value.float().cpu(), values(here)[name], rtol=limit, atol=1e-4 if moments != "fp32" else 1e-6
         )
