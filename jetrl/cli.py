@@ -355,7 +355,7 @@ def bench_rollout(
 def bench_step(
     shape: ShapeOption = "qwen3-8b",
     cases: Annotated[str, typer.Option(help="which of 1k, 8k, tail, with commas between them")] = "1k,8k",
-    flows: Annotated[str, typer.Option(help="one model after the other")] = "fp8,bf16",
+    flows: Annotated[str, typer.Option(help="one model after the other; of fp8, bf16, fp8+kv8 (FP8 KV cache)")] = "fp8,bf16",
     steps: Annotated[int, typer.Option(min=1, help="measured steps of a case, after a short one")] = 2,
     moments: Annotated[str, typer.Option(help="AdamW's moments: fp8, int8 or fp32")] = "fp8",
     tokens: TokensOption = 8192,

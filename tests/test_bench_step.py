@@ -77,15 +77,18 @@ def test_rewards_and_prompts() -> None:
 def test_the_real_loop_on_a_tiny_model() -> None:
     cases = [Case("plain", 2, 4, 8, 12), Case("tail", 2, 4, 8, 40, mean=8)]
     said: list[str] = []
-    found = list(step.bench(TINY, None, cases, ["fp8", "bf16"], 2, "fp8", 64, "cpu", said.append))
-    assert [(m.case.name, m.flow) for m in found] == [("plain", "fp8"), ("tail", "fp8"), ("plain", "bf16"), ("tail", "bf16")]
+    flows = ["fp8", "bf16", "fp8+kv8"]
+    found = list(step.bench(TINY, None, cases, flows, 2, "fp8", 64, "cpu", said.append))
+    assert [(m.case.name, m.flow) for m in found] == [(case, flow) for flow in flows for case in ("plain", "tail")]
     for m in found:
         assert len(m.rows) == 2 and m.most("logprob_diff/max") == 0.0 and m.seconds("train") > 0
         assert (m.seconds("old_logprobs") > 0) == (m.flow == "bf16")
     assert found[0].completed == pytest.approx(96) and found[0].trained == pytest.approx(8 * 19)
     assert found[1].completed < 8 * 40  # some met an EOS
-    assert sum("step 1" in line for line in said) == 8
-    assert len(step.tables(TINY, found, CEILINGS, judged=False)[0].rows) == 8
+    assert found[0].rows[0]["entropy"] != found[4].rows[0]["entropy"]  # the cache is another one
+    assert sum("step 1" in line for line in said) == 12
+    rows = step.tables(TINY, found, CEILINGS, judged=False)[0].rows
+    assert len(rows) == 16 and rows[8].case == "plain, FP8 KV cache, rollout"
 
 
 def test_bad_input_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from jetrl.config import parse_config
 from jetrl.report.record import RunFolder
@@ -31,7 +32,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     monkeypatch.setattr(modules["operators"], "keep_freed_memory", lambda: True)
     yield modules  # type: ignore[misc]
     torch.set_num_threads(threads)
-    for name in (*names, "compare", "study"):
+    for name in (*names, "compare", "study", "moves"):
         sys.modules.pop(name, None)
 
 
@@ -131,6 +132,20 @@ def test_compare_sums_up_runs_by_flow(
     assert lines[3] == "| `fp8_rollout` | 0.300 | 0.500 | 0.500 | 0.5 | 0.25 | 0.12 | 100% | 100 | 50 |"
     runs = json.loads(out.read_text())["runs"]
     assert [(r["flow"], r["seed"], r["held_out"][-1]) for r in runs][1] == ("fp8", 1, [1, 0.95])
+
+
+def test_small_moves_are_published_late_but_for_stochastic_rounding(benchmarks: dict[str, ModuleType]) -> None:
+    moves = __import__("moves")
+    start = torch.full((256, 128), 0.1).bfloat16().float()  # a BF16 step here is 4.9e-4
+    start[0] = 0.25
+    for publish in (moves.in_bf16, moves.in_fp8):
+        late = moves.shares(start, 1e-5, publish, rounded=False)
+        right = moves.shares(start, 1e-5, publish, rounded=True)
+        assert late[:2] == [0.0, 0.0]
+        if publish is moves.in_bf16:
+            assert late[-1] == pytest.approx(1.0, abs=0.2) and right[1:] == pytest.approx([1.0] * 5, abs=0.1)
+    exact = moves.stochastic(start, torch.Generator().manual_seed(0))
+    assert torch.equal(exact, start)  # values of BF16 stay
 
 
 @pytest.fixture
