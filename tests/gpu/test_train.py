@@ -74,6 +74,20 @@ def test_a_step_is_the_cpus_within_the_rounding_of_what_is_kept(moments: str, ma
         )
 
 
+def test_stochastic_rounding_moves_as_far_as_fp32_on_average() -> None:
+    generator = torch.Generator().manual_seed(5)
+    start, push = (torch.randn(512, 256, generator=generator) for _ in range(2))
+    start = start.mul_(0.1).bfloat16()  # a BF16 step is some 40 times the rate below
+    moved = []
+    for dtype, masters in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        values = {"matrix": start.to("cuda", dtype, copy=True).requires_grad_()}
+        optimizer = Optimizer(values, OptimizerConfig(moments="fp8", masters=masters), seed=7)
+        for _ in range(20):
+            optimizer.step({"matrix": push.to("cuda", copy=True)}, 1e-5)
+        moved.append(-((values["matrix"].float().cpu() - start.float()) * push.sign()).mean().item())
+    assert moved[1] == pytest.approx(moved[0], rel=0.03)
+
+
 def trainer_of(moments: Any, flow: str, recompute: int = 0) -> Trainer:
     model = model_of("qwen3", flow, "cuda", **SMALL)
     optimizer = OptimizerConfig(lr=1e-3, moments=moments, microbatch_tokens=300)
