@@ -270,7 +270,7 @@ def test_a_leaf_without_an_accumulator_is_not_trained(frozen: str) -> None:
 def test_a_leaf_refuses_other_shapes_and_dtypes(kind: Kind | None) -> None:
     made = leaf(kind, noise(30, 40), (30,))
     before = made.value
-    for wrong in (noise(30, 41), noise(30, 40).float(), noise(1200, 1)):
+    for wrong in (noise(30, 41), noise(30, 40).double(), noise(1200, 1)):
         with pytest.raises(ValueError, match=r"leaf: got .* wanted BF16 or FP32 \(30, 40\)"):
             made.assign(wrong, OPS)
     assert made.value is before
