@@ -74,6 +74,7 @@ CURVES = {
     "length": "length/mean",
     "truncated": "length/truncated",
     "clipped_high": "ratio/clipped_high",
+    "zero_groups": "advantage/zero_groups",
 }
 SHOTS = 2  # rows that become worked examples, see `sums`
 STARTS, GRACE = 90.0, 60.0  # seconds: a run needs so many to be worth its start; and to finish its step and save
@@ -316,10 +317,11 @@ def result(folder: Path) -> Result:
 
 
 def groups(results: list[Result], task: str) -> dict[str, list[Result]]:
-    """Runs by variant, in the study's order; `moments` begins with the runs of sums that have FP32."""
+    """Runs by variant, in the study's order; `moments` begins with the runs of sums that have FP32, of the same seeds."""
     named = {}
     if task == "moments":
-        named[FP32_LABEL] = [r for r in results if (r.task, r.variant) == ("sums", "fp8")]
+        seeds = {r.figures["seed"] for r in results if r.task == task}
+        named[FP32_LABEL] = [r for r in results if (r.task, r.variant) == ("sums", "fp8") and r.figures["seed"] in seeds]
     for variant in TASKS[task][1]:
         named[LABELS.get(variant, variant)] = [r for r in results if (r.task, r.variant) == (task, variant)]
     return {label: runs for label, runs in named.items() if runs}
@@ -425,7 +427,7 @@ PANELS = [
     ("Reward in training", "mean of five steps", "reward", False),
     ("Largest log-probability difference of a step", "rollout against trainer, on the same tokens", "logprob_diff_max", True),
     ("Mismatch KL", "estimated from the same tokens", "mismatch_kl", True),
-    ("Gradient norm", "before clipping", "grad_norm", False),
+    ("Gradient norm", "before clipping, of a step's last update", "grad_norm", False),
     ("Tokens a completion", "mean of a step", "length", False),
 ]
 
@@ -446,7 +448,7 @@ def draw(results: list[Result], task: str, page: Path) -> int:
         charts += f'<figure><figcaption>{title}</figcaption><p class="note">{note or "&nbsp;"}</p>{chart}</figure>'
     look = (
         "<style>main{max-width:1040px;padding:14px 18px} header{display:none} .grid{grid-template-columns:1fr 1fr}"
-        ".chips{display:flex;flex-wrap:wrap;gap:4px 22px;margin-bottom:12px;font-size:15px} .tick{font-size:12px}</style>"
+        ".chips{display:flex;flex-wrap:wrap;gap:4px 22px;margin-bottom:12px;font-size:15px} .tick{font-size:11px}</style>"
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     body = f'{look}<div class="chips">{chips}</div><div class="grid">{charts}</div>'
@@ -500,7 +502,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--json", type=Path)
     found.add_argument("--figures", type=Path, help="folder of the PNGs")
     found.add_argument("--report", choices=list(TASKS), help="also photograph the report page of this task's runs")
-    found.add_argument("--report-height", type=int, default=1560)
+    found.add_argument("--report-height", type=int, default=1725)
     found.add_argument("--browser", help="a Chromium; default: the one that is installed")
     found.set_defaults(act=collect)
     return root
