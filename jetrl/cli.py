@@ -278,6 +278,8 @@ def doctor(
     """Say what this machine has, what will run where, and what a configuration needs."""
     from jetrl.doctor import machine, packages, where_things_run
 
+    if gpu and not config:
+        raise ValueError(f"--gpu {gpu} plans a configuration for that GPU: give one, as in jetrl doctor CONFIG --gpu {gpu}")
     _table("Machine", machine())
     _table("Packages", packages())
     _table("What runs where", where_things_run())

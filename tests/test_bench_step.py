@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -101,5 +102,9 @@ def test_bad_input_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, c
         options = {"cases": "1k", "flows": "fp8", "weights": False} | change
         with pytest.raises(ValueError, match=message):
             run.run_step("qwen3-8b", options["cases"], options["flows"], 1, "fp8", 8192, options["weights"], None, console)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ValueError, match="needs torchao"):
+        run.run_step("qwen3-8b", "1k", "fp8", 1, "fp8", 8192, False, None, console)
+    monkeypatch.undo()
     status, _, said = command(monkeypatch, capsys, "bench", "step", "--moments", "fp4")
     assert status == 2 and "optimizer.moments" in said and "'fp4'" in said

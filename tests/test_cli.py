@@ -242,6 +242,7 @@ def test_flow(shell: Shell) -> None:
 def test_doctor(shell: Shell) -> None:
     code, out, _ = shell("doctor")
     assert code == 0 and "torch" in out and "FP8 linear forward" in out and "What will run" not in out
+    assert shell("doctor", "--gpu", "h200")[0] == 2
     code, out, _ = shell("doctor", "c.yaml", "rollout.group_size=2")
     assert code == 0 and "2 x 2 = 4" in out
 

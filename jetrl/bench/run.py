@@ -19,6 +19,7 @@ from jetrl.bench.table import Table, as_json, render
 from jetrl.bench.timing import Ceilings, measure_ceilings, require_gpu
 from jetrl.model.shapes import DEFAULT
 from jetrl.rl.types import MismatchError
+from jetrl.train.optim import check_moments
 
 BENCHES = {"gemm": gemm.bench, "attention": attention.bench, "layer": layer.bench, "head": head.bench}
 JUDGED_TOKENS = 8192
@@ -113,7 +114,7 @@ def run_step(
     if weights and not Path(shape).expanduser().is_dir():
         raise ValueError(f"--weights reads the weights of a model folder, but --shape is {shape!r}; give its path")
     picked = named("--cases", cases, step.CASES), named("--flows", flows, step.FLOWS)
-    step.settings(picked[0][0], picked[1][0], steps, moments, tokens)
+    check_moments(step.settings(picked[0][0], picked[1][0], steps, moments, tokens).optimizer)
     ceilings, meta = _prepare(file)
     meta |= {"shape": shape, "tokens": tokens, "moments": moments}
     measured: list[step.Measured] = []

@@ -9,7 +9,9 @@ stochastically, by random numbers that follow from seed and step, so that a resu
 biases) get no weight decay. A step whose gradient is not finite is skipped and counted: clipping would spread one NaN over all
 weights.
 
-Given up: torchao's steps are compiled for each shape at first use, some seconds each; on a CPU they run uncompiled.
+Given up: torchao's steps are compiled for each shape at first use, some seconds each; on a CPU they run uncompiled. A quantised
+second moment far below its block's largest is kept as 0 where the first one is not. If the next gradient is 0 as well, the
+weight moves by the first moment over eps: 23 times the rate in FP8 and 7 in INT8, at most, for gradients of 1e-4.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ class Optimizer:
             yield
             return
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(self._seed * 1_000_003 + self.steps)
+            torch.manual_seed((self._seed * 1_000_003 + self.steps) % 2**63)
             yield
 
 

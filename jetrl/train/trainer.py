@@ -4,7 +4,7 @@
                  batch and weight gradients add up in float64, so the split into microbatches does not change the result.
                  The forward's log-probabilities are compared with the rollout's on the way: the mismatch costs nothing. The
                  loss is asked for its slope as soon as some log-probabilities are there, so that logits are made once.
-    apply        clip, AdamW, publish. Then the gradients' memory is given back, for the rollout's KV cache.
+    apply        clip, AdamW; give the gradients' memory back, for the rollout's KV cache; publish.
 
 In an exact flow the rollout's log-probabilities are the trainer's own: no second forward for "old" ones, no importance
 correction. In `fp8_rollout` they are not, so `old_logprobs` recomputes them before the first update of a batch.
