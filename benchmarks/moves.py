@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jetrl.kernels.quant import GROUP, decode, quantize_weight
+from jetrl.kernels.quant import dequantize_weight, quantize_weight
 from jetrl.model.checkpoint import load_weights
 from jetrl.model.config import linear_names, read_config
 from jetrl.model.sources import resolve_model
@@ -32,9 +32,7 @@ def in_bf16(w: Tensor) -> Tensor:
 
 def in_fp8(w: Tensor) -> Tensor:
     """Published as an FP8 projection: through BF16, then E4M3 in blocks."""
-    q = quantize_weight(w.to(torch.bfloat16))
-    scales = q.scales.repeat_interleave(GROUP, 0)[: w.shape[0]].repeat_interleave(GROUP, 1)[:, : w.shape[1]]
-    return decode(q.codes).float() * scales
+    return dequantize_weight(quantize_weight(w.to(torch.bfloat16))).float()
 
 
 def stochastic(w: Tensor, generator: torch.Generator) -> Tensor:

@@ -113,7 +113,7 @@ def run_step(
     config = shape_of(shape)
     if weights and not Path(shape).expanduser().is_dir():
         raise ValueError(f"--weights reads the weights of a model folder, but --shape is {shape!r}; give its path")
-    picked = named("--cases", cases, step.CASES), named("--flows", flows, step.FLOWS)
+    picked = named("--cases", cases, step.CASES), [flow.name for flow in named("--flows", flows, rollout.FLOWS)]
     check_moments(step.settings(picked[0][0], picked[1][0], steps, moments, tokens).optimizer)
     ceilings, meta = _prepare(file)
     meta |= {"shape": shape, "tokens": tokens, "moments": moments}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl.bench.rollout import collect
+from jetrl.bench.rollout import FLOWS, collect
 from jetrl.bench.shapes import products
 from jetrl.bench.table import Row, Table, at_least
 from jetrl.bench.timing import Ceilings
@@ -68,7 +68,6 @@ class Case:
 CASES = {
     c.name: c for c in (Case("1k", 16, 8, 256, 1024), Case("8k", 4, 8, 256, 8192), Case("tail", 4, 8, 256, 8192, mean=1024))
 }
-FLOWS = {name: name for name in ("fp8", "fp8+kv8", "bf16")}  # kv8: FP8 keys and values
 
 
 @dataclass(slots=True)
@@ -112,10 +111,11 @@ class Measured:
 
 def settings(case: Case, flow: str, steps: int, moments: str, microbatch: int) -> RunConfig:
     """The configuration of a run of the case."""
+    kind = FLOWS[flow]
     return parse_config(
         {
-            "flow": flow.partition("+")[0],
-            "kv_cache": "fp8" if flow.endswith("+kv8") else "bf16",
+            "flow": "fp8" if kind.fp8 else "bf16",
+            "kv_cache": "fp8" if kind.kv_fp8 else "bf16",
             "steps": steps,
             "rollout": {
                 "prompts_per_step": case.prompts,
@@ -223,9 +223,8 @@ def bench(
     for _, case, run in runs:
         plan_batches(run, config, case.prompt, Place.of(device))
     for flow in flows:
-        first = next(run for name, _, run in runs if name == flow)
-        layers = linear_names(config) if first.flow == "fp8" else ()
-        model = Transformer(config, layers, device, kv_fp8=first.kv_cache == "fp8")
+        kind, first = FLOWS[flow], runs[0][2]
+        model = Transformer(config, linear_names(config) if kind.fp8 else (), device, kind.kv_fp8)
         objective = Objective(first.algorithm, first.optimizer, first.rollout.temperature, 0, len(runs) * (steps + 1))
         trainer = Trainer(model, _weights(config, folder, model.device), objective)
         for _, case, run in (r for r in runs if r[0] == flow):
@@ -246,13 +245,13 @@ def _weights(config: ModelConfig, folder: Path | None, device: torch.device) -> 
 def training_roofline(config: ModelConfig, m: Measured, ceilings: Ceilings) -> float:
     """Least seconds of forward and backward of the mean step: projections at their type's peak, the rest at BF16's."""
     linear = 6.0 * m.trained * config.num_layers * sum(p.n * p.k for p in products(config))
-    fp8 = linear if m.flow != "bf16" else 0.0
+    fp8 = linear if FLOWS[m.flow].fp8 else 0.0
     return 1e-6 * ceilings.roofline(0.0, bf16=m.mean("throughput/train_tflops") * 1e12 * m.training - fp8, fp8=fp8)
 
 
 def speed_rows(config: ModelConfig, fp8: Measured, bf16: Measured | None, ceilings: Ceilings, judged: bool) -> list[Row]:
     """Rates of FP8 beside those of BF16, tokens/s: of the rollout, of training, of the whole step."""
-    name = fp8.case.name + (", FP8 KV cache" if fp8.flow.endswith("+kv8") else "")
+    name = fp8.case.name + (", FP8 KV cache" if FLOWS[fp8.flow].kv_fp8 else "")
 
     def row(what: str, rates: tuple[float, float | None], roofline: float | None = None) -> Row:
         ours, theirs = rates
@@ -301,7 +300,7 @@ def tables(config: ModelConfig, measured: Iterable[Measured], ceilings: Ceilings
     speeds = [
         row
         for (name, flow), m in found.items()
-        if flow != "bf16"
+        if FLOWS[flow].fp8
         for row in speed_rows(config, m, found.get((name, "bf16")), ceilings, judged)
     ]
     phases = [phase_row(m, ceilings) for m in found.values()]
